@@ -1,0 +1,7 @@
+"""The one exception type for mistakes a user can mend."""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """Bad input. The message is one sentence that names the value and the way out."""
