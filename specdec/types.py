@@ -59,6 +59,12 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def untouched(self) -> bool:
+        """Whether the distribution is the model's own softmax."""
+        truncated = self.top_k != 0 or self.top_p != 1 or self.min_p != 0
+        return self.temperature == 1 and not truncated and not self.penalised
+
+    @property
     def penalised(self) -> bool:
         """Whether the distribution depends on the tokens seen so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
@@ -191,8 +197,9 @@ class FinishReason(StrEnum):
 class StepRecord:
     """One draft → verify → roll back round of one request. Step 0 is the prefill.
 
-    `num_emitted` = accepted + 1, less what a stop cut off (`num_cut`). Seconds are wall-clock of the
-    whole batch's step; `end_seconds` counts from the moment the request was submitted.
+    Counts are what is left after a stop: `num_emitted` = `num_accepted` + 1, or `num_accepted` where `cut`: a stop
+    fell before the step's recovered or bonus token, so the step counts no rejection either. Seconds are wall-clock of
+    the whole batch's step; `end_seconds` counts from the moment the request was submitted.
     """
 
     request_id: str
@@ -203,7 +210,7 @@ class StepRecord:
     num_examined: int
     num_accepted: int
     num_emitted: int
-    num_cut: int
+    cut: bool
     draft_seconds: float
     forward_seconds: float
     verify_seconds: float
@@ -215,11 +222,7 @@ class StepRecord:
     def seconds(self) -> float:
         """Wall-clock of the step."""
         return (
-            self.draft_seconds
-            + self.forward_seconds
-            + self.verify_seconds
-            + self.rollback_seconds
-            + self.other_seconds
+            self.draft_seconds + self.forward_seconds + self.verify_seconds + self.rollback_seconds + self.other_seconds
         )
 
 

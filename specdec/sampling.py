@@ -1,0 +1,214 @@
+"""From logits to the distribution that is sampled, and from the distribution to a token.
+
+One function, `probabilities`, makes every distribution: for plain decoding, for drafts and for verification.
+What is reported as a probability is therefore always what was drawn from.
+
+Options apply in the order and with the meaning of transformers' logits processors: penalties, temperature,
+top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.errors import UsageError
+from specdec.types import Draft, SamplingParams
+
+Seen = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+"""(row, position) → prompt token ids, and output token ids before that position, drafts included."""
+
+_NUCLEUS_START = 64  # candidates looked at first; most nuclei are smaller
+_NUCLEUS_GROWTH = 8
+_CACHED_ROWS = 2
+_TINY_TEMPERATURE = 1e-6  # below it, dividing a logit may overflow float32
+
+
+def probabilities(logits: Tensor, params: Sequence[SamplingParams], seen: Seen | None = None) -> Tensor:
+    """The distribution each position is sampled from.
+
+    logits: [B, S, V] of any float type, left untouched; -inf means no mass. params: one per row.
+    seen: what penalties count; asked only for rows with a penalty.
+    Returns [B, S, V] float32; at temperature 0 an exact one-hot at the first maximum.
+    Raises `UsageError` for a penalised row without `seen`.
+    """
+    groups: dict[SamplingParams, list[int]] = {}
+    for row, wanted in enumerate(params):
+        groups.setdefault(replace(wanted, seed=0) if wanted.seed else wanted, []).append(row)
+    if len(groups) == 1:
+        (only,) = groups
+        return _distribution(logits, only, range(len(params)), seen)
+    out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    for wanted, rows in groups.items():
+        index = torch.tensor(rows, device=logits.device)
+        out[index] = _distribution(logits[index], wanted, rows, seen)
+    return out
+
+
+def _distribution(logits: Tensor, params: SamplingParams, rows: Sequence[int], seen: Seen | None) -> Tensor:
+    """Rows that agree in every option: [N, S, V] → [N, S, V] float32. rows: their numbers in the batch."""
+    if params.penalised:
+        logits = _penalised(logits, params, rows, seen)
+    if params.greedy:
+        return one_hot(logits.argmax(-1), logits.shape[-1])
+    scores = _tempered(logits.float(), params.temperature)
+    if 0 < params.top_k < scores.shape[-1]:
+        smallest_kept = scores.topk(params.top_k, dim=-1).values[..., -1:]  # ties with it are kept, as in transformers
+        scores = scores.masked_fill(scores < smallest_kept, -math.inf)
+    probs = scores.softmax(-1)
+    if params.top_p < 1 or params.min_p > 0:
+        probs = _truncated(probs, params)
+    return probs
+
+
+def one_hot(tokens: Tensor, vocab_size: int) -> Tensor:
+    """All mass on one token: [...] int64 → [..., V] float32."""
+    out = torch.zeros(*tokens.shape, vocab_size, device=tokens.device)
+    return out.scatter_(-1, tokens[..., None], 1.0)
+
+
+def _tempered(scores: Tensor, temperature: float) -> Tensor:
+    if temperature == 1:
+        return scores
+    if temperature < _TINY_TEMPERATURE:
+        scores = scores.double() - scores.amax(-1, keepdim=True)
+    return (scores / temperature).float()
+
+
+def _penalised(logits: Tensor, params: SamplingParams, rows: Sequence[int], seen: Seen | None) -> Tensor:
+    """Penalties of every position, each counting what lies before it: [N, S, V] → a new [N, S, V] float32."""
+    if seen is None:
+        raise UsageError(
+            f"row {rows[0]} asks for penalties, which depend on the tokens before each position; pass seen=..."
+        )
+    scores = logits.float().clone()
+    for index, row in enumerate(rows):
+        for position in range(scores.shape[1]):
+            prompt, output = seen(row, position)
+            _penalise(scores[index, position], params, prompt, output)
+    return scores
+
+
+def _penalise(scores: Tensor, params: SamplingParams, prompt: np.ndarray, output: np.ndarray) -> None:
+    """One position, in place, [V]. Repetition first, as in transformers; then the two that are subtracted."""
+    if params.repetition_penalty != 1:
+        tokens = torch.from_numpy(np.union1d(prompt, output).astype(np.int64)).to(scores.device)
+        found = scores[tokens]
+        scores[tokens] = torch.where(found < 0, found * params.repetition_penalty, found / params.repetition_penalty)
+    if params.presence_penalty != 0 or params.frequency_penalty != 0:
+        unique, counts = np.unique(output, return_counts=True)
+        penalty = params.presence_penalty + params.frequency_penalty * counts
+        scores[torch.from_numpy(unique.astype(np.int64)).to(scores.device)] -= torch.from_numpy(penalty).to(scores)
+
+
+def _truncated(probs: Tensor, params: SamplingParams) -> Tensor:
+    """Top-p, then min-p, then normalised once: min-p compares ratios, which normalising does not change."""
+    kept = torch.ones((), dtype=torch.bool, device=probs.device)
+    if params.top_p < 1:
+        kept = _nucleus(probs.flatten(0, -2), params.top_p).view(probs.shape)
+    if params.min_p > 0:
+        kept = kept & (probs >= params.min_p * probs.amax(-1, keepdim=True))
+    probs = torch.where(kept, probs, 0.0)
+    return probs.div_(probs.sum(-1, keepdim=True))
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """The smallest set of most likely tokens whose mass reaches top_p: [N, V] → [N, V] bool.
+
+    Holtzman et al. 1904.09751. Without sorting the vocabulary: the largest few probabilities show where the
+    set ends; only positions whose mass they do not reach are looked at again, with more candidates.
+    Among tokens tied at the edge the lowest ids stay.
+    """
+    edge = torch.empty(len(probs), 1, device=probs.device)  # the smallest probability kept
+    quota = torch.empty(len(probs), 1, dtype=torch.long, device=probs.device)  # how many tokens of that probability
+    tied = torch.empty(len(probs), dtype=torch.bool, device=probs.device)
+    pending, size = torch.arange(len(probs), device=probs.device), _NUCLEUS_START
+    while len(pending):
+        size = min(size, probs.shape[-1])
+        found = (probs if len(pending) == len(probs) else probs[pending]).topk(size, dim=-1).values  # [n, size]
+        mass_before = found.double().cumsum(-1) - found
+        count = (mass_before < top_p).sum(-1, keepdim=True)  # [n, 1]
+        last = found.gather(-1, count - 1)
+        edge[pending], quota[pending] = last, ((found == last).cumsum(-1)).gather(-1, count - 1)
+        tied[pending] = (found.gather(-1, count.clamp(max=size - 1)) == last)[:, 0] & (count < size)[:, 0]
+        reached = (count < size)[:, 0] | (size == probs.shape[-1])
+        pending, size = pending[~reached], size * _NUCLEUS_GROWTH
+    kept = probs >= edge
+    if tied.any():
+        at_edge = probs == edge
+        kept &= ~(at_edge & (at_edge.cumsum(-1) > quota))
+    return kept
+
+
+def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse-CDF sampling: one token per row.
+
+    probs: [B, V], need not sum to 1. uniforms: [B] float64 in [0, 1]. Returns [B] int64, never a token of
+    probability 0. The cumulative sum is float64: in float32 the tail of a large vocabulary drifts.
+    """
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
+    token = torch.searchsorted(cumulative, uniforms[:, None].to(total) * total, right=True)
+    last_possible = torch.searchsorted(cumulative, total)  # past it there is no mass left, whatever rounding does
+    return torch.minimum(token, last_possible)[:, 0]
+
+
+def logits_entropy_bits(logits: Tensor) -> Tensor:
+    """Entropy in bits of the softmax, temperature 1, before any truncation: [..., V] → [...] float32.
+
+    -inf logits have no mass. NaN, +inf, or nothing but -inf give NaN, so that this also finds broken logits.
+    """
+    rows = logits.flatten(0, -2)
+    # A few rows at a time, in buffers that stay in the processor's cache from one part to the next.
+    parts = torch.split(rows, _CACHED_ROWS if logits.device.type == "cpu" else max(len(rows), 1))
+    shifted, probs = (torch.empty(parts[0].shape, device=logits.device) for _ in range(2))
+    nats = torch.cat([_entropy_nats(part, shifted[: len(part)], probs[: len(part)]) for part in parts])
+    return nats.div_(math.log(2)).clamp_(min=0).view(logits.shape[:-1])
+
+
+def _entropy_nats(logits: Tensor, shifted: Tensor, probs: Tensor) -> Tensor:
+    """[N, V] → [N]. The other arguments are buffers [N, V] float32."""
+    torch.sub(logits, logits.amax(-1, keepdim=True), out=shifted)
+    shifted.clamp_(min=-200.0)  # 0 in float32 from -104 on; and 0 * -inf would be NaN
+    torch.softmax(shifted, -1, out=probs)
+    return probs.amax(-1).log_().neg_().sub_(torch.linalg.vecdot(probs, shifted))
+
+
+def entropy_bits(probs: Tensor) -> Tensor:
+    """Entropy in bits of a distribution: [..., V] → [...]."""
+    logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()  # finite, so that 0 * log 0 is 0
+    nats: Tensor = torch.linalg.vecdot(probs, logs)
+    return (nats / -math.log(2)).clamp_(min=0)
+
+
+def token_probs(probs: Tensor, tokens: Tensor) -> Tensor:
+    """Probability of one token per position: [B, N, V] and [B, N] → [B, N]. Padding has probability 0."""
+    found = probs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    return found.masked_fill(tokens < 0, 0.0)
+
+
+def parent_probs(draft: Draft, target_probs: Tensor) -> Tensor:
+    """The target distribution each draft node is judged by: [B, K + 1, V] → [B, K, V].
+
+    A view for chains, a gather for trees.
+    """
+    if draft.parents is None:
+        return target_probs[:, : draft.width]
+    rows = torch.arange(len(target_probs), device=target_probs.device)[:, None]
+    return target_probs[rows, draft.parents.clamp(min=-1) + 1]
+
+
+def expected_acceptance(draft: Draft, target_probs: Tensor) -> Tensor:
+    """Σ min(target, draft) over the vocabulary at each node: [B, K]. Leviathan 2211.17192, definition 3.3.
+
+    target_probs: [B, K + 1, V] as a verifier sees it. Padding nodes get 0.
+    """
+    target = parent_probs(draft, target_probs)
+    if draft.probs is None:
+        return token_probs(target, draft.tokens)
+    return torch.minimum(target, draft.probs).sum(-1).masked_fill(draft.tokens < 0, 0.0)
