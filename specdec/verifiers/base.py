@@ -16,11 +16,13 @@ class Verifier(ABC):
     lossless: emitted tokens follow the target's distribution exactly.
     greedy_only: the rule is only right at temperature 0 (one-hot target distributions).
     accepts_trees: drafts with `parents` may be given.
+    synthetic: acceptance is set, not earned; named so wherever it appears.
     """
 
     lossless: bool = True
     greedy_only: bool = False
     accepts_trees: bool = False
+    synthetic: bool = False
 
     @abstractmethod
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
