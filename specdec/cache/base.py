@@ -36,12 +36,14 @@ class CacheView(ABC):
 class Cache(ABC):
     """Keys and values of `num_slots` sequences.
 
-    A cache that cannot roll back says so in `can_rollback`, and the engine refuses it when built.
+    A cache that cannot roll back says so in `can_rollback`, names the layers at fault in `unable`, and the engine
+    refuses it when built.
     """
 
     num_slots: int
     capacity: int  # entries a slot can hold, padding included
     can_rollback: bool = True
+    unable: tuple[str, ...] = ()
 
     @property
     @abstractmethod

@@ -36,6 +36,11 @@ class LanguageModel(ABC):
     max_batch: int | None = None
     supports_trees: bool = True
 
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory of the weights as they are held."""
+
     @abstractmethod
     def new_cache(self, num_slots: int, capacity: int) -> Cache:
         """An empty cache of the kind this model prefers."""

@@ -1,0 +1,213 @@
+"""Any transformers causal language model behind this project's `LanguageModel`.
+
+The native transformer is faster and batches ragged rows; this adapter is for everything it does not know. What it
+cannot do for a given model is in `limitations`, one sentence each, from the moment it is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.cache.base import CacheView
+from specdec.cache.dynamic import DynamicCache, DynamicView, layers_without_rollback
+from specdec.errors import UsageError
+from specdec.models.base import LanguageModel, Output
+
+_UNLIMITED = 1 << 20  # positions of a model that states no limit (ALiBi, recurrent)
+
+
+class HFModel(LanguageModel):
+    """Runs `model`, an `AutoModelForCausalLM`, one sequence at a time.
+
+    Sliding-window layers keep every entry, because those a window has dropped could not be rolled back to; the mask
+    still hides them, so logits are the model's own. Recurrent, linear-attention and other state that cannot be rolled
+    back leaves `can_rollback` of its caches False.
+    """
+
+    max_batch = 1
+
+    def __init__(self, model: Any, name: str) -> None:
+        config = model.config.get_text_config(decoder=True)
+        parameters = inspect.signature(model.forward).parameters
+        self.name = name
+        self.vocab_size = config.vocab_size
+        self.num_layers = config.num_hidden_layers
+        self.hidden_size = config.hidden_size
+        self.max_positions = getattr(config, "max_position_embeddings", None) or _UNLIMITED
+        self.dtype = model.dtype
+        self.device = model.device
+        self._model = model.eval()
+        self._cache_argument = _cache_argument(parameters, type(model).__name__)
+        self._takes_positions = "position_ids" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        past, self._has_windows = _full_length_cache(config)
+        self._unable = _unable(model, past)
+        self._refuse_unusable()
+        self.supports_trees = self._honours_tree_masks()
+        self.limitations = tuple(self._limitations())
+
+    @property
+    def num_bytes(self) -> int:
+        """See `LanguageModel.num_bytes`."""
+        size: int = self._model.get_memory_footprint()
+        return size
+
+    def new_cache(self, num_slots: int, capacity: int) -> DynamicCache:
+        """A dynamic cache of one sequence. Raises `UsageError` for more than one slot."""
+        if num_slots != 1:
+            raise UsageError(
+                f"{self.name} runs through transformers, one sequence at a time, not {num_slots}; use batch size 1"
+            )
+        config = self._model.config.get_text_config(decoder=True)
+        return DynamicCache(lambda: _full_length_cache(config)[0], capacity, self._unable)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: CacheView,
+        mask: Tensor | None = None,
+        *,
+        logits_at: Tensor | None = None,
+        hidden_layers: Sequence[int] = (),
+    ) -> Output:
+        """See `LanguageModel.forward`; B = 1. A mask needs `supports_trees`."""
+        if not isinstance(cache, DynamicView):
+            raise UsageError(f"{self.name} runs through transformers and needs its own dynamic cache; use new_cache()")
+        inputs: dict[str, Any] = {"input_ids": tokens, self._cache_argument: cache.past, "use_cache": True}
+        if self._takes_positions:
+            inputs["position_ids"] = positions
+        if mask is not None:
+            inputs["attention_mask"] = self._tree_mask(mask, cache.starts[0])
+        if logits_at is not None and self._takes_logits_to_keep:
+            inputs["logits_to_keep"] = logits_at[0]
+        with _Recorder(self._layers() if hidden_layers else ()) as recorder:
+            logits = self._model(**inputs).logits.to(self.device)
+        cache.advance(tokens.shape[1])
+        if logits_at is not None and not self._takes_logits_to_keep:
+            logits = logits[:, logits_at[0]]
+        return Output(logits, recorder.stack(hidden_layers, self.device) if hidden_layers else None)
+
+    def _tree_mask(self, mask: Tensor, num_cached: int) -> Tensor:
+        """[1, S, S] bool → [1, 1, S, num_cached + S], added to the scores; what is cached is visible."""
+        hidden = torch.finfo(self.dtype).min
+        bias = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(~mask, hidden)
+        return nn.functional.pad(bias, (num_cached, 0))[:, None]
+
+    def _layers(self) -> nn.ModuleList:
+        """The decoder's layers: the list of modules that is as long as the model is deep."""
+        for module in self._model.get_decoder().modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers:
+                return module
+        raise UsageError(f"{self.name} does not show its layers, so it cannot give hidden features; use another target")
+
+    def _limitations(self) -> list[str]:
+        said = [f"{self.name} runs one sequence at a time (max_batch=1)"]
+        if self._unable:
+            said.append(f"{self.name} cannot roll back rejected tokens because of {', '.join(self._unable)}")
+        if not self.supports_trees:
+            said.append(f"{self.name} cannot verify trees, only chains")
+        return said
+
+    def _refuse_unusable(self) -> None:
+        """Some models insist on a cache of their own: better said now than at the first prompt."""
+        try:
+            self._probe([1], [0], None)
+        except Exception as error:  # whatever a stranger's model raises
+            raise UsageError(
+                f"{self.name} cannot be decoded with transformers' dynamic cache ({error}); choose another model"
+            ) from error
+
+    def _honours_tree_masks(self) -> bool:
+        """Whether two siblings under one root can be told apart by a mask: tried, on three tokens.
+
+        The second sibling must get the logits it gets as the root's only child, not those it gets when it also sees
+        the first; the comparison is relative, so that it holds in every dtype.
+        """
+        if not self._takes_positions or self._has_windows or self._unable:
+            return False
+        root, first, second = (index % self.vocab_size for index in (1, 2, 3))
+        siblings = torch.tensor([[[True, False, False], [True, True, False], [True, False, True]]], device=self.device)
+        alone = self._probe([root, second], [0, 1], None)
+        causal = self._probe([root, first, second], [0, 1, 1], None)
+        try:
+            masked = self._probe([root, first, second], [0, 1, 1], siblings)
+        except Exception:  # a model that takes no such mask may say so in any way
+            return False
+        return bool((masked - alone).norm() < 0.1 * (causal - alone).norm())
+
+    def _probe(self, tokens: list[int], positions: list[int], mask: Tensor | None) -> Tensor:
+        """Logits [V] after the last of a few tokens."""
+        view = self.new_cache(1, len(tokens)).view([0])
+        ids, places = (torch.tensor([row], device=self.device) for row in (tokens, positions))
+        return self.forward(ids, places, view, mask).logits[0, -1].float()
+
+
+class _Recorder:
+    """Catches the residual stream as it enters the first of some layers and as it leaves each.
+
+    transformers' own `output_hidden_states` would give the last layer's output after the final norm.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module] | nn.ModuleList) -> None:
+        self._layers = tuple(layers)
+        self._hooks: list[Any] = []
+        self._states: dict[int, Tensor] = {}  # [1, S, d] each
+
+    def __enter__(self) -> _Recorder:
+        if self._layers:
+            self._hooks.append(self._layers[0].register_forward_pre_hook(self._enter, with_kwargs=True))
+        for number, layer in enumerate(self._layers, start=1):
+            self._hooks.append(layer.register_forward_hook(self._leave(number)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def stack(self, wanted: Sequence[int], device: torch.device) -> Tensor:
+        """[1, S, len(wanted), d]."""
+        return torch.stack([self._states[number].to(device) for number in wanted], dim=2)
+
+    def _enter(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._states[0] = arguments[0] if arguments else keywords["hidden_states"]
+
+    def _leave(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
+        def record(_: nn.Module, __: Any, output: Any) -> None:
+            self._states[number] = output[0] if isinstance(output, tuple) else output
+
+        return record
+
+
+def _cache_argument(parameters: Any, kind: str) -> str:
+    """What this model's forward calls its cache: it was renamed within transformers 5."""
+    for name in ("cache", "past_key_values", "cache_params"):
+        if name in parameters:
+            return name
+    raise UsageError(f"{kind} takes no key-value cache, so it cannot be decoded step by step; choose another model")
+
+
+def _full_length_cache(config: Any) -> tuple[Any, bool]:
+    """An empty transformers cache without windows, and whether the model asked for any."""
+    from transformers.cache_utils import DynamicCache as Past
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    past = Past(config=config)
+    windows = [index for index, layer in enumerate(past.layers) if type(layer) is DynamicSlidingWindowLayer]
+    for index in windows:
+        past.layers[index] = DynamicLayer()
+    return past, bool(windows)
+
+
+def _unable(model: Any, past: Any) -> tuple[str, ...]:
+    """What keeps the model from rolling back: kinds of cache layers, or state outside the cache."""
+    layers = layers_without_rollback(past)
+    if not layers and getattr(model, "_is_stateful", False):
+        return (f"{type(model).__name__}'s recurrent state",)
+    return layers

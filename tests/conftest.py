@@ -1,0 +1,94 @@
+"""Tiny random models with a tiny tokenizer, saved to disk as a user's checkpoint would be; and the embedded target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from specdec.models.loading import LoadedModel, load_model
+
+SPECIAL_TOKENS = ("<|bos|>", "<|im_start|>", "<|im_end|>")
+REAL_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+PADDED_VOCAB_SIZE = 264
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SMALL = {
+    "vocab_size": PADDED_VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "initializer_range": 0.2,  # far from uniform logits, so that argmax is not decided by rounding
+    "bos_token_id": 256,
+    "eos_token_id": 258,
+    "pad_token_id": None,
+}
+_ATTENTION = {
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _ATTENTION),
+    "qwen2": ("Qwen2Config", {**_ATTENTION, "use_sliding_window": False}),
+    "qwen3": ("Qwen3Config", {**_ATTENTION, "head_dim": 8, "use_sliding_window": False}),
+    "mistral": ("MistralConfig", {**_ATTENTION, "sliding_window": None}),
+    "mistral_window": ("MistralConfig", {**_ATTENTION, "sliding_window": 6}),
+    "gemma2": ("Gemma2Config", {**_ATTENTION, "head_dim": 8, "sliding_window": 6}),
+    "gpt2": ("GPT2Config", {"num_attention_heads": 4, "max_position_embeddings": 128}),
+    "mamba": ("MambaConfig", {"state_size": 4}),
+}
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # tiny matrices; and sums do not depend on how many cores a machine has
+
+
+def make_tokenizer(special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> transformers.PreTrainedTokenizerFast:
+    """One token per byte, then the special tokens, the last of which ends a turn: any text round-trips."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
+    wrapped = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=special_tokens[0], eos_token=special_tokens[-1], model_max_length=128
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def make_model(kind: str, seed: int = 0, **overrides: Any) -> Any:
+    """A random model of one of `KINDS`, in eval mode, from transformers."""
+    config_class, settings = KINDS[kind]
+    config = getattr(transformers, config_class)(**{**_SMALL, **settings, **overrides})
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_checkpoint(kind, seed=0)` → a checkpoint directory, made once per session. Do not write to it."""
+
+    @cache
+    def save(kind: str, seed: int = 0) -> Path:
+        directory = tmp_path_factory.mktemp(f"{kind}-{seed}")
+        make_model(kind, seed).save_pretrained(directory)
+        make_tokenizer().save_pretrained(directory)
+        return directory
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> LoadedModel:
+    """The embedded target in float32; fetched and converted where that has not been done. For slow tests."""
+    return load_model()
