@@ -1,0 +1,15 @@
+"""Closed forms: what speculation can gain and what a machine allows. Plain Python."""
+
+from specdec.costmodel.roofline import attention_score_bytes, decode_intensity, kv_cache_bytes, ridge_point
+from specdec.costmodel.theory import draft_acceptance_rate, expected_tokens, optimal_gamma, speedup
+
+__all__ = [
+    "attention_score_bytes",
+    "decode_intensity",
+    "draft_acceptance_rate",
+    "expected_tokens",
+    "kv_cache_bytes",
+    "optimal_gamma",
+    "ridge_point",
+    "speedup",
+]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.models.base import LanguageModel
+from specdec.models.tokenizer import Tokenizer
 from specdec.types import Draft, SamplingParams, Verdict
 from specdec.uniforms import Uniforms
 
@@ -39,6 +40,31 @@ class DraftContext:
         """B."""
         return len(self.slots)
 
+    def seen(self, nodes: Tensor, parents: Tensor | None = None) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
+        """What each position's penalties may look at: `seen(row, position) → (prompt ids, output ids)`.
+
+        nodes: [B, N] drafted so far. Position 0 is the root, position i + 1 sees node i and its ancestors.
+        """
+
+        def history(row: int, position: int) -> tuple[np.ndarray, np.ndarray]:
+            tokens, start = self.tokens[row], self.num_prompt[row]
+            path = _path_to(position - 1, None if parents is None else parents[row].tolist())
+            drafted = nodes[row].cpu().numpy()[path]
+            return tokens[:start], np.concatenate([tokens[start:], drafted])
+
+        return history
+
+
+def _path_to(node: int, parents: Sequence[int] | None) -> list[int]:
+    """Indices from the root's child down to `node`; empty for the root itself (-1)."""
+    if parents is None:
+        return list(range(node + 1))
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
 
 class Drafter(ABC):
     """Proposes draft tokens.
@@ -53,8 +79,18 @@ class Drafter(ABC):
     greedy_only: bool = False
     synthetic: bool = False
 
-    def bind(self, target: LanguageModel, num_slots: int, capacity: int) -> None:
-        """Called by the engine before any request: check compatibility and allocate. Raises `UsageError`."""
+    def bind(self, target: LanguageModel, tokenizer: Tokenizer | None) -> None:
+        """Called once by the engine before any request: refuse a target it does not fit, with `UsageError`.
+
+        tokenizer is None only where no text is involved; then vocabularies are compared by size.
+        """
+
+    def reserve(self, num_slots: int, capacity: int) -> None:
+        """Make room for `num_slots` requests of `capacity` tokens each; earlier requests have ended."""
+
+    def max_nodes(self, depth: int) -> int:
+        """The most nodes a draft of this depth can have; the target's cache holds them while they are verified."""
+        return depth
 
     def begin(self, context: DraftContext, hidden: Sequence[Tensor] | None) -> None:
         """After every (re)prefill of the context's slots.

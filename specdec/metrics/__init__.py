@@ -1,0 +1,16 @@
+"""Traces → tables of numbers: the only place where ratios are made, always after totals."""
+
+from specdec.metrics.positions import per_position
+from specdec.metrics.schema import POSITION_COLUMNS, SUMMARY_COLUMNS, Column, conform, markdown_table
+from specdec.metrics.summary import repeated_tokens, summarise
+
+__all__ = [
+    "POSITION_COLUMNS",
+    "SUMMARY_COLUMNS",
+    "Column",
+    "conform",
+    "markdown_table",
+    "per_position",
+    "repeated_tokens",
+    "summarise",
+]
