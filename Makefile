@@ -1,0 +1,39 @@
+# Everything runs in .venv, which every target sets up first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help setup test lint sweep reference figures bench clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.installed ## create .venv and install everything into it
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+test: setup ## all tests
+	$(BIN)/python -m pytest
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+sweep: setup ## the throughput-vs-entropy sweep in a few minutes; figures under results/quick/figures
+	$(BIN)/python -m experiments.sweep experiment=quick
+
+reference: setup ## the reference run (about two hours on two cores); interrupt and resume at will
+	$(BIN)/python -m experiments.sweep experiment=throughput_vs_entropy
+
+figures: setup ## every figure again, from the summaries in results/
+	@for table in results/*/positions.csv; do $(BIN)/python -m experiments.report --figures-only $$(dirname $$table) || exit 1; done
+
+bench: setup ## against transformers' own generate
+	$(BIN)/python -m experiments.bench --quick
+
+clean: ## remove .venv and caches, keep results
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,106 @@
+"""From configuration to decoding setups: plain first, then the groups' own arm, then what `arms` adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from experiments.building import build
+from specdec.backends.native import NativeBackend
+from specdec.controllers.fixed import FixedController
+from specdec.drafters.none import NoDrafter
+from specdec.errors import UsageError
+from specdec.results import ArmMetadata
+from specdec.verifiers.rejection import RejectionVerifier
+
+PLAIN = "plain"
+GROUPS = ("drafter", "verifier", "controller")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One decoding setup and how it is described beside its results."""
+
+    backend: NativeBackend
+    metadata: ArmMetadata
+
+
+def arm_configs(cfg: DictConfig, choices: Mapping[str, str]) -> dict[str, DictConfig]:
+    """Name → drafter, verifier and controller, resolved. The groups' own arm is named after the drafter chosen.
+
+    An arm that replaces a part's `_target_` brings all of that part; otherwise it changes single settings.
+    """
+    own = {group: cfg[group] for group in GROUPS}
+    configs = {choices.get("drafter", "speculative"): OmegaConf.create(own)}
+    for name, changes in cfg.arms.items():
+        if name == PLAIN or name in configs:
+            raise UsageError(f"the arm name {name!r} is taken by the run itself; choose another one in arms")
+        unknown = set(changes) - set(GROUPS)
+        if unknown:
+            raise UsageError(f"arm {name!r} sets {', '.join(sorted(unknown))}; an arm has {', '.join(GROUPS)}")
+        configs[str(name)] = OmegaConf.create(
+            {group: _changed(own[group], changes.get(group)) for group in GROUPS}, parent=cfg
+        )
+    return {name: _detached(config, cfg) for name, config in configs.items()}
+
+
+def _changed(base: DictConfig, changes: DictConfig | None) -> DictConfig:
+    if changes is None:
+        return base
+    if "_target_" in changes:
+        return changes
+    merged = OmegaConf.merge(base, changes)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _detached(config: DictConfig, root: DictConfig) -> DictConfig:
+    """Interpolations such as ${target.dtype} resolved against the whole configuration."""
+    config._set_parent(root)
+    resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    assert isinstance(resolved, DictConfig)
+    return resolved
+
+
+def build_arms(cfg: DictConfig, choices: Mapping[str, str], target: Any) -> tuple[dict[str, Arm], dict[str, str]]:
+    """The run's arms, plain first, and those skipped: name → why."""
+    # Not through `build`: it would turn the loaded model, a dataclass, into configuration.
+    new_backend = partial(build(cfg.backend), target=target, new_cache=build(cfg.cache))
+    arms, skipped = {PLAIN: _plain(new_backend)}, {}
+    for name, config in arm_configs(cfg, choices).items():
+        parts = {group: build(config[group]) for group in GROUPS}
+        greedy_only = [type(part).__name__ for part in parts.values() if getattr(part, "greedy_only", False)]
+        if cfg.sampling.temperature > 0 and greedy_only:
+            skipped[name] = f"{greedy_only[0]} works at temperature 0 only"
+            continue
+        arms[name] = Arm(new_backend(**parts), _describe(config, parts))
+    return arms, skipped
+
+
+def _plain(new_backend: partial[NativeBackend]) -> Arm:
+    backend = new_backend(drafter=NoDrafter(), verifier=RejectionVerifier(), controller=FixedController(0))
+    metadata = ArmMetadata("none", "rejection", "fixed", num_draft_tokens=0, lossless="equal")
+    return Arm(backend, metadata)
+
+
+def _describe(config: DictConfig, parts: Mapping[str, Any]) -> ArmMetadata:
+    verifier = parts["verifier"]
+    return ArmMetadata(
+        drafter=_short_name(config.drafter),
+        verifier=_short_name(config.verifier),
+        controller=_short_name(config.controller),
+        num_draft_tokens=parts["controller"].max_draft_tokens,
+        synthetic=parts["drafter"].synthetic or verifier.synthetic,
+        lossless=None if verifier.lossless else "declared",
+        tokenwise=not verifier.accepts_trees,
+    )
+
+
+def _short_name(config: DictConfig) -> str:
+    """`specdec.drafters.prompt_lookup.PromptLookupDrafter` → `prompt_lookup`; a plug-in keeps its module's name."""
+    parts = [part for part in str(config._target_).split(".") if part.islower()]
+    return parts[-1] if parts[-1] != "load" else parts[-2]

@@ -1,0 +1,178 @@
+"""One run, or with -m a sweep of runs: python -m experiments.sweep [-m] [experiment=...] [key=value ...]
+
+A run decodes one workload at one temperature with plain decoding and every other arm, interleaved prompt by prompt,
+and leaves raw traces and metadata under results/<name>/runs/<run id>/. A run that is there already is skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from experiments.arms import PLAIN, Arm, build_arms
+from experiments.building import build
+from experiments.report import report, table
+from specdec import results, traces
+from specdec.errors import UsageError
+from specdec.lossless import TIE_TOLERANCE, Comparison, Outcome, compare_all, exact_logits
+from specdec.measure import Measured, interleave
+from specdec.models.loading import LoadedModel
+from specdec.types import Request, SamplingParams, Trace
+from specdec.workloads import Workload
+
+log = logging.getLogger(__name__)
+
+NOT_IDENTITY = ("name", "results_dir", "share_device")
+"""Settings that leave the result as it is."""
+
+
+class NotLosslessError(RuntimeError):
+    """A greedy arm that should be lossless gave other tokens than plain decoding, and not for a numeric tie."""
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    """Compose, run, write."""
+    hydra_cfg = HydraConfig.get()
+    try:
+        written = run(cfg, dict(hydra_cfg.runtime.choices))
+        if hydra_cfg.mode == RunMode.RUN:
+            print(table(report(written.parent.parent).query("run_id == @written.name")))
+    except (UsageError, NotLosslessError) as error:
+        if hydra_cfg.mode == RunMode.MULTIRUN:
+            raise  # Hydra finishes the other runs, then reports this one
+        sys.exit(f"error: {error}")
+
+
+def run(cfg: DictConfig, choices: dict[str, str]) -> Path:
+    """Carry out one run unless it is finished; returns its folder."""
+    workload: Workload = build(cfg.workload)
+    config = identity(cfg)
+    run_id = results.run_id(config, workload.fingerprint)
+    folder = Path(cfg.results_dir) / cfg.name
+    where = f"{workload.name} at temperature {cfg.sampling.temperature:g}"
+    with results.run_lock(folder, run_id):
+        if results.is_finished(folder, run_id):
+            log.info("%s: run %s is finished; skipped", where, run_id)
+            return results.run_folder(folder, run_id)
+        target = load_target(cfg)
+        arms, skipped = build_arms(cfg, choices, target)
+        sampling: SamplingParams = build(cfg.sampling)
+        batches = arms[PLAIN].backend.batches(workload.prompts, sampling)
+        with results.timed_lock(str(target.model.device), shared=cfg.share_device):
+            measured = measure(arms, batches, cfg.warmup_tokens, where)
+        comparisons = compare_arms(arms, batches, measured, target) if sampling.greedy else {}
+        metadata = results.RunMetadata(
+            run_id=run_id,
+            experiment=cfg.name,
+            workload=workload.name,
+            tier=workload.tier,
+            temperature=sampling.temperature,
+            model=target.name,
+            dtype=str(target.model.dtype).removeprefix("torch."),
+            arms=judged(arms, comparisons),
+            provenance=provenance(sampling, workload, target),
+            config=config,
+            skipped_arms=skipped,
+            failures=measured.failures,
+        )
+        frames = traces.concat([traces.to_frames(measured.traces[name], name) for name in arms])
+        written = results.write_run(folder, metadata, frames)
+    refuse_faults(comparisons)
+    return written
+
+
+def identity(cfg: DictConfig) -> dict[str, Any]:
+    """The resolved configuration, less what leaves the result unchanged."""
+    config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    assert isinstance(config, dict)
+    return {str(key): value for key, value in config.items() if key not in NOT_IDENTITY}
+
+
+def load_target(cfg: DictConfig) -> LoadedModel:
+    """The target on this hardware; runs of one sweep share it."""
+    if cfg.hardware.num_threads is not None:
+        torch.set_num_threads(cfg.hardware.num_threads)
+    return _load_once(json.dumps(OmegaConf.to_container(cfg.target, resolve=True)))
+
+
+@lru_cache(maxsize=1)
+def _load_once(target: str) -> LoadedModel:
+    loaded: LoadedModel = build(OmegaConf.create(json.loads(target)))
+    return loaded
+
+
+def measure(arms: dict[str, Arm], batches: list[list[Request]], warmup_tokens: int, where: str) -> Measured:
+    """Decode everything, with a progress bar in requests."""
+    engines = {name: arm.backend.engine for name, arm in arms.items()}
+    total = len(arms) * sum(len(batch) for batch in batches)
+    with tqdm(total=total, desc=where, unit="request", leave=False, dynamic_ncols=True) as bar:
+
+        def on_batch(_: str, done: Sequence[Trace]) -> None:
+            bar.update(len(done))
+
+        return interleave(engines, batches, on_batch, warmup_tokens)
+
+
+def compare_arms(
+    arms: dict[str, Arm], batches: list[list[Request]], measured: Measured, target: LoadedModel
+) -> dict[str, Comparison]:
+    """Every greedy arm that claims to be lossless against the plain one."""
+    requests = [request for batch in batches for request in batch]
+    tolerance = TIE_TOLERANCE[target.model.dtype]
+    exact = exact_logits(target.in_float64)
+    return {
+        name: compare_all(requests, measured.traces[PLAIN], measured.traces[name], exact, tolerance)
+        for name, arm in arms.items()
+        if arm.metadata.lossless != Outcome.DECLARED
+    }
+
+
+def judged(arms: dict[str, Arm], comparisons: dict[str, Comparison]) -> dict[str, results.ArmMetadata]:
+    """The arms' metadata with what the comparison found; None stays for what was sampled."""
+    found = {name: str(comparison.outcome) for name, comparison in comparisons.items()}
+    declared = {name: arm.metadata.lossless for name, arm in arms.items() if name != PLAIN}
+    return {
+        name: dataclasses.replace(arm.metadata, lossless=found.get(name, declared.get(name)))
+        for name, arm in arms.items()
+    }
+
+
+def provenance(sampling: SamplingParams, workload: Workload, target: LoadedModel) -> results.Provenance:
+    """What it takes to make this run again."""
+    device = target.model.device
+    return results.collect_provenance(
+        command=shlex.join(["python", "-m", "experiments.sweep", *sys.argv[1:]]),
+        seeds=[sampling.seed],
+        prompts_sha256=workload.fingerprint,
+        num_threads=torch.get_num_threads(),
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    )
+
+
+def refuse_faults(comparisons: dict[str, Comparison]) -> None:
+    """Fail loudly where an arm lost tokens; the run's rows are kept as evidence."""
+    for name, comparison in comparisons.items():
+        if comparison.outcome == Outcome.TIE:
+            log.info("arm %s: %s", name, comparison)
+    faults = {name: found for name, found in comparisons.items() if found.outcome == Outcome.FAULT}
+    if faults:
+        raise NotLosslessError("; ".join(f"arm {name} is not lossless: {found}" for name, found in faults.items()))
+
+
+if __name__ == "__main__":
+    main()
