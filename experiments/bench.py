@@ -84,8 +84,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, dtype: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Raw times and summary rows of one dtype."""
-    memory = _memory_in_child(options.model, dtype)
     target = load_model(options.model, dtype=dtype, device="cpu")
+    memory = _memory_in_child(options.model, dtype)
     requests = _requests(target, options.workload, 4 if options.quick else 16, options.max_new_tokens)
     decoders = native_decoders(target) | transformers_decoders(options.model, target)
     generations = time_generation(decoders, requests, dtype)
@@ -189,13 +189,14 @@ def outside_forwards(trace: Trace) -> float:
 def time_forwards(target: LoadedModel, repeats: int) -> pd.DataFrame:
     """Seconds of one forward over 1 to 11 tokens at `POSITION`, interleaved."""
     model, counts, rows = target.model, (1, 2, 4, 6, 8, 9, 11), []
-    cache = model.new_cache(1, POSITION + max(counts))
-    prompt = torch.arange(POSITION)[None] % 1000
-    model.forward(prompt, torch.arange(POSITION)[None], cache.view([0]))
+    start = min(POSITION, model.max_positions - max(counts))
+    cache = model.new_cache(1, start + max(counts))
+    prompt = torch.arange(start)[None] % model.vocab_size
+    model.forward(prompt, torch.arange(start)[None], cache.view([0]))
     for repeat in range(repeats + 3):
         for count in counts:
-            cache.rollback([0], [POSITION])
-            tokens, positions = prompt[:, :count], torch.arange(POSITION, POSITION + count)[None]
+            cache.rollback([0], [start])
+            tokens, positions = prompt[:, :count], torch.arange(start, start + count)[None]
             clock = Stopwatch(model.device)
             model.forward(tokens, positions, cache.view([0]))
             if repeat >= 3:

@@ -79,6 +79,8 @@ class Engine:
 
         on_chunk: called with every chunk as it is emitted, before the next step begins.
         """
+        if not requests:
+            return []
         self._check(requests)
         self._reserve(requests)
         self._memory.reset()
@@ -113,7 +115,8 @@ class Engine:
         self._cache.rollback(context.slots, context.num_prompt)
         lap.forward = clock.lap()
 
-        _, recording = self._verify(batch, context, Draft.empty(len(batch), device), output.logits)
+        nothing = Draft.empty(len(batch), device)
+        _, recording = self._verify(batch, context, nothing, output.logits, self._uniforms(batch))
         lap.verify = clock.lap()
 
         for row, sequence in enumerate(batch):
@@ -128,15 +131,15 @@ class Engine:
     def _step(self, batch: Sequence[Sequence_], clock: Stopwatch) -> None:
         """One draft → verify → roll back round for every unfinished sequence."""
         lap = Lap(other=clock.lap())
-        context = self._context(batch)
+        context, uniforms = self._context(batch), self._uniforms(batch)
 
-        draft = self._propose(batch, context)
+        draft = self._propose(batch, context, uniforms)
         lap.draft = clock.lap()
 
         logits, hidden = self._forward(context, draft)
         lap.forward = clock.lap()
 
-        verdict, recording = self._verify(batch, context, draft, logits)
+        verdict, recording = self._verify(batch, context, draft, logits, uniforms)
         lap.verify = clock.lap()
 
         self._keep(context, recording.paths)
@@ -147,7 +150,7 @@ class Engine:
             sequence.emit(recording.tokens(row))
         self._record(batch, recording, lap, clock)
 
-    def _propose(self, batch: Sequence[Sequence_], context: DraftContext) -> Draft:
+    def _propose(self, batch: Sequence[Sequence_], context: DraftContext, uniforms: Uniforms) -> Draft:
         """Ask the controller how much and the drafter what. Never more than could be emitted before the end."""
         states = [sequence.controller_state for sequence in batch]
         remaining = tuple(sequence.remaining for sequence in batch)
@@ -160,7 +163,7 @@ class Engine:
         def stop(draft_probs: Tensor, tokens: Tensor, depth: int) -> Tensor:
             return self.controller.stop(states, draft_probs, tokens, depth)
 
-        return self.drafter.propose(context, limits, stop, self._uniforms(batch))
+        return self.drafter.propose(context, limits, stop, uniforms)
 
     def _forward(self, context: DraftContext, draft: Draft) -> tuple[Tensor, Tensor | None]:
         """Logits [B, K + 1, V] of the last emitted token and every draft node, in one pass over the target."""
@@ -178,11 +181,11 @@ class Engine:
         return output.logits, output.hidden
 
     def _verify(
-        self, batch: Sequence[Sequence_], context: DraftContext, draft: Draft, logits: Tensor
+        self, batch: Sequence[Sequence_], context: DraftContext, draft: Draft, logits: Tensor, uniforms: Uniforms
     ) -> tuple[Verdict, Recording]:
         """Decide what stays of the draft, and read back what is to be kept of the step."""
         judged = judge(draft, logits, context.sampling, context.seen(draft.tokens, draft.parents))
-        verdict = self.verifier.verify(judged.draft, judged.target_probs, self._uniforms(batch))
+        verdict = self.verifier.verify(judged.draft, judged.target_probs, uniforms)
         recording = record_step(
             Verified(logits, context.sampling, judged, verdict), self._where(batch), self.target.name
         )
