@@ -185,7 +185,7 @@ class Engine:
     ) -> tuple[Verdict, Recording]:
         """Decide what stays of the draft, and read back what is to be kept of the step."""
         judged = judge(draft, logits, context.sampling, context.seen(draft.tokens, draft.parents))
-        verdict = self.verifier.verify(judged.draft, judged.target_probs, uniforms)
+        verdict = self.verifier.verify(judged.draft, judged.target_probs, uniforms.on(judged.target_probs.device))
         recording = record_step(
             Verified(logits, context.sampling, judged, verdict), self._where(batch), self.target.name
         )

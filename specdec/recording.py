@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.errors import ModelError
-from specdec.judging import Judged
-from specdec.sampling import entropy_bits, expected_acceptance, logits_entropy_bits, parent_probs, token_probs
-from specdec.types import Draft, SamplingParams, StepRecord, TokenKind, TokenRecord, Verdict
+from specdec.judging import Judged, Measured
+from specdec.sampling import entropy_bits, logits_entropy_bits
+from specdec.types import SamplingParams, StepRecord, TokenKind, TokenRecord, Verdict
 
 
 @dataclass
@@ -38,14 +37,11 @@ class StepId:
 
 @dataclass(frozen=True)
 class _Node:
-    """Host copy of what was measured at one position."""
+    """What was measured at one position."""
 
-    token_id: int
-    target_prob: float
-    draft_prob: float | None
+    measured: Measured
     model_entropy: float
     sampling_entropy: float
-    expected_acceptance: float | None
 
 
 class Recording:
@@ -73,7 +69,7 @@ class Recording:
     def tokens(self, row: int) -> list[int]:
         """What the step yields for a row before any stop: the accepted tokens and one more."""
         accepted = self._examined[row][: len(self.paths[row])]
-        return [*(node.token_id for node in accepted), self._granted[row].token_id]
+        return [*(node.measured.token_id for node in accepted), self._granted[row].measured.token_id]
 
     def token_records(self, row: int) -> list[TokenRecord]:
         """Examined nodes in order, then the token drawn from the target."""
@@ -114,20 +110,20 @@ def _token_record(where: StepId, position: int, kind: TokenKind, node: _Node) ->
         request_id=where.request_id,
         step=where.step,
         draft_position=position,
-        token_id=node.token_id,
+        token_id=node.measured.token_id,
         kind=kind,
         emitted=kind is not TokenKind.REJECTED,
-        target_prob=node.target_prob,
-        draft_prob=node.draft_prob,
+        target_prob=node.measured.target_prob,
+        draft_prob=node.measured.draft_prob,
         model_entropy_bits=node.model_entropy,
         sampling_entropy_bits=node.sampling_entropy,
-        expected_acceptance=node.expected_acceptance,
+        expected_acceptance=node.measured.expected_acceptance,
     )
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A step on the device, from the target's logits [B, K + 1, V] to the verdict on what was judged."""
+    """A step from the target's logits [B, K + 1, V] to the verdict on what was judged."""
 
     logits: Tensor
     sampling: Sequence[SamplingParams]
@@ -145,91 +141,40 @@ def record_step(verified: Verified, where: Sequence[StepId], model: str) -> Reco
         counts.tolist() for counts in (verdict.num_accepted, verdict.num_examined, draft.lengths)
     )
     paths = [row[:count] for row, count in zip(verdict.path.tolist(), num_accepted, strict=True)]
+    parents = [list(range(-1, draft.width - 1))] * len(paths) if draft.parents is None else draft.parents.tolist()
     examined = [
-        [*path, _first_child(draft, row, path)] if num_examined[row] > len(path) else path
+        [*path, parents[row].index(path[-1] if path else -1)] if num_examined[row] > len(path) else path
         for row, path in enumerate(paths)
     ]
     # Nobody asks for what lies behind the last node examined.
     width = 1 + max((node for nodes in examined for node in nodes), default=-1)
-    measured = [[_node(values) for values in row] for row in _measure(verified, width).tolist()]
-    nodes = [[measured[row][node] for node in chosen] for row, chosen in enumerate(examined)]
-    granted = [row[width] for row in measured]
+    model_bits, sampling_bits = _entropies(verified, width)
+    measured, granted = verified.judged.measured(verdict, width)
+
+    def node(row: int, found: Measured, parent: int) -> _Node:
+        return _Node(found, model_bits[row][parent + 1], sampling_bits[row][parent + 1])
+
+    nodes = [[node(row, measured[row][i], parents[row][i]) for i in chosen] for row, chosen in enumerate(examined)]
+    drawn = [node(row, found, paths[row][-1] if paths[row] else -1) for row, found in enumerate(granted)]
     for row, place in enumerate(where):
-        _refuse_broken([*nodes[row], granted[row]], place, model)
-    return Recording(where, paths, drafted, nodes, granted)
+        _refuse_broken([*nodes[row], drawn[row]], place, model)
+    return Recording(where, paths, drafted, nodes, drawn)
 
 
-def _first_child(draft: Draft, row: int, path: Sequence[int]) -> int:
-    """The first node below the last one of the path, or below the root."""
-    last = path[-1] if path else -1
-    return last + 1 if draft.parents is None else draft.parents[row].tolist().index(last)
-
-
-def _measure(verified: Verified, width: int) -> Tensor:
-    """[B, width + 1, 6] float64: token id, target and draft probability, model and sampling entropy, expected
-    acceptance.
-
-    Entry i < width belongs to draft node i, the last entry to the token drawn from the target.
-    """
-    judged, verdict = verified.judged, verified.verdict
-    draft, at = _first_nodes(judged.draft, width), _positions(judged.draft, verdict, width)  # at: [B, width + 1]
-    probs, next_token = judged.target_probs[:, : width + 1], verdict.next_token[:, None]
-    model_entropy = logits_entropy_bits(verified.logits[:, : width + 1])
-    out = probs.new_full((*at.shape, 6), torch.nan, dtype=torch.float64)
-    out[:, width, :1] = judged.ids(next_token)
-    out[:, width, 1] = probs[torch.arange(len(probs), device=probs.device), at[:, width], verdict.next_token]
-    out[:, :, 3] = model_entropy.gather(1, at)
-    out[:, :, 4] = _sampling_entropy(verified, width, model_entropy).gather(1, at)
-    if width > 0:
-        target = token_probs(parent_probs(draft, probs), draft.tokens)
-        out[:, :width, 0] = judged.ids(draft.tokens.clamp(min=0))
-        out[:, :width, 1] = target
-        out[:, :width, 2] = 1.0 if draft.probs is None else token_probs(draft.probs, draft.tokens)
-        out[:, :width, 5] = target if draft.probs is None else expected_acceptance(draft, probs)
-    return out
-
-
-def _first_nodes(draft: Draft, width: int) -> Draft:
-    """The draft's first `width` nodes; parents come before children, so that is a draft too."""
-    probs = None if draft.probs is None else draft.probs[:, :width]
-    parents = None if draft.parents is None else draft.parents[:, :width]
-    return Draft(draft.tokens[:, :width], draft.lengths, probs, parents)
-
-
-def _positions(draft: Draft, verdict: Verdict, width: int) -> Tensor:
-    """[B, width + 1], the position of `logits` that each draft node, and last the drawn token, was judged at."""
-    if draft.parents is None:
-        at = torch.arange(width + 1, device=draft.tokens.device).repeat(len(draft.tokens), 1)
-        at[:, width] = verdict.num_accepted
-        return at
-    path = F.pad(verdict.path, (1, 0), value=-1)  # [B, D + 1], from the root
-    last = path.gather(1, verdict.num_accepted[:, None])
-    return torch.cat([draft.parents[:, :width].clamp(min=-1), last], dim=1) + 1
-
-
-def _sampling_entropy(verified: Verified, width: int, model_entropy: Tensor) -> Tensor:
-    """[B, width + 1]. Two common cases need no pass over the vocabulary."""
+def _entropies(verified: Verified, width: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Model and sampling entropy in bits at the first `width` + 1 positions. Two common cases need no second pass."""
+    model = logits_entropy_bits(verified.logits[:, : width + 1])
     if all(sampling.greedy for sampling in verified.sampling):
-        return torch.zeros_like(model_entropy)
-    if all(sampling.untouched for sampling in verified.sampling):
-        return model_entropy
-    return entropy_bits(verified.judged.target_probs[:, : width + 1])
-
-
-def _node(values: list[float]) -> _Node:
-    token_id, target_prob, draft_prob, model_entropy, sampling_entropy, acceptance = values
-    return _Node(
-        token_id=int(token_id),
-        target_prob=target_prob,
-        draft_prob=None if math.isnan(draft_prob) else draft_prob,
-        model_entropy=model_entropy,
-        sampling_entropy=sampling_entropy,
-        expected_acceptance=None if math.isnan(acceptance) else acceptance,
-    )
+        sampled = torch.zeros_like(model)
+    elif all(sampling.untouched for sampling in verified.sampling):
+        sampled = model
+    else:
+        sampled = entropy_bits(verified.judged.target_probs[:, : width + 1])
+    return model.tolist(), sampled.tolist()
 
 
 def _refuse_broken(nodes: list[_Node], where: StepId, model: str) -> None:
-    if any(math.isnan(node.model_entropy) or math.isnan(node.target_prob) for node in nodes):
+    if any(math.isnan(node.model_entropy) or math.isnan(node.measured.target_prob) for node in nodes):
         raise ModelError(
             f"{model} gave NaN or infinite logits at step {where.step} of request {where.request_id!r}; "
             f"try dtype=float32, or check the checkpoint"

@@ -26,6 +26,7 @@ Seen = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
 _NUCLEUS_START = 64  # candidates looked at first; most nuclei are smaller
 _NUCLEUS_GROWTH = 8
 _CACHED_ROWS = 2
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 256
 _TINY_TEMPERATURE = 1e-6  # below it, dividing a logit may overflow float32
 
 
@@ -55,7 +56,7 @@ def _distribution(logits: Tensor, params: SamplingParams, rows: Sequence[int], s
     if params.penalised:
         logits = _penalised(logits, params, rows, seen)
     if params.greedy:
-        return one_hot(logits.argmax(-1), logits.shape[-1])
+        return one_hot(argmax(logits), logits.shape[-1])
     scores = _tempered(logits.float(), params.temperature)
     if 0 < params.top_k < scores.shape[-1]:
         smallest_kept = scores.topk(params.top_k, dim=-1).values[..., -1:]  # ties with it are kept, as in transformers
@@ -64,6 +65,21 @@ def _distribution(logits: Tensor, params: SamplingParams, rows: Sequence[int], s
     if params.top_p < 1 or params.min_p > 0:
         probs = _truncated(probs, params)
     return probs
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Index of each row's first maximum: [..., V] → [...] int64.
+
+    On a CPU torch looks at one element at a time. A maximum per block of the vocabulary is vectorised, and the index
+    is then looked for in one block alone.
+    """
+    block = math.gcd(logits.shape[-1], _LARGEST_BLOCK)
+    if logits.device.type != "cpu" or block < _SMALLEST_BLOCK:
+        return logits.argmax(-1)
+    blocks = logits.unflatten(-1, (-1, block))  # [..., V / block, block]
+    first = blocks.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
+    within = blocks.gather(-2, first[..., None].expand(*first.shape, block)).argmax(-1)
+    return (first * block + within)[..., 0]
 
 
 def one_hot(tokens: Tensor, vocab_size: int) -> Tensor:

@@ -81,6 +81,10 @@ class Uniforms:
         words = _split_mix(self._streams[:, None] + counters * _GAMMA)  # [B, num_nodes]
         return torch.from_numpy((words >> _SHIFT_11) * 2.0**-53).to(self.device)
 
+    def on(self, device: torch.device) -> Uniforms:
+        """The same uniforms, drawn onto another device."""
+        return self if device == self.device else Uniforms(self.keys, self.steps, device)
+
     def select(self, rows: Sequence[int]) -> Uniforms:
         """The uniforms of some rows, in the order given."""
         return Uniforms([self.keys[row] for row in rows], [self.steps[row] for row in rows], self.device)

@@ -20,7 +20,7 @@ LAYERS = [
     {"drafters", "lossless", "metrics"},
     {"engine", "plots"},
     {"measure", "scheduler"},
-    {"backends"},
+    {"backends", "doctor"},
 ]
 MODEL_FREE = {"metrics", "plots", "results", "traces", "statistics", "costmodel"}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "vllm"}

@@ -8,6 +8,7 @@ from transformers.generation import logits_process as hf
 
 from specdec.errors import UsageError
 from specdec.sampling import (
+    argmax,
     entropy_bits,
     expected_acceptance,
     logits_entropy_bits,
@@ -290,3 +291,16 @@ def test_expected_acceptance_of_a_tree_and_of_padding() -> None:
     found = expected_acceptance(Draft(tokens, draft.lengths, drafted, parents), target)
     torch.testing.assert_close(found[0], torch.minimum(judges[0], drafted[0]).sum(-1))
     assert found[1, 1:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("vocab_size", [7, 32, 300, 512, 49152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_is_the_first_maximum(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 3, vocab_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, 0] = 1.0  # all equal: the first
+    logits[0, 1, vocab_size // 2 :] = 9.0  # a tie across blocks
+    logits[1, 0] = -math.inf
+    logits[1, 0, vocab_size - 1] = -50.0
+    found = argmax(logits)
+    assert found.tolist() == logits.double().numpy().argmax(-1).tolist()
+    assert found[0].tolist()[:2] == [0, vocab_size // 2]

@@ -11,6 +11,8 @@ Uniforms: `ACCEPT`, node i decides draft node i; `TARGET`, node 0 draws the one 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ from specdec.sampling import sample, token_probs
 from specdec.types import PADDING, Draft, Verdict
 from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
+
+_FEW_TOKENS = 64
 
 
 class RejectionVerifier(Verifier):
@@ -30,11 +34,8 @@ class RejectionVerifier(Verifier):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`. Raises `UsageError` for trees."""
-        if draft.width == 0:
-            none = draft.lengths.to(target_probs.device)
-            return Verdict(
-                draft.tokens, none, none, sample(target_probs[:, 0], uniforms.draw(Purpose.TARGET, 0, 1)[:, 0])
-            )
+        if draft.probs is None and draft.parents is None and _is_small(target_probs):
+            return _one_by_one(draft, target_probs, uniforms)
         target = token_probs(target_probs[:, : draft.width], draft.tokens)  # [B, K]
         threshold = uniforms.draw(Purpose.ACCEPT, 0, draft.width)
         if draft.probs is not None:
@@ -44,6 +45,40 @@ class RejectionVerifier(Verifier):
         distribution = recovered_or_bonus_probs(draft, target_probs, num_accepted)
         next_token = sample(distribution, uniforms.draw(Purpose.TARGET, 0, 1)[:, 0])
         return chain_verdict(draft, num_accepted, next_token)
+
+
+def _is_small(target_probs: Tensor) -> bool:
+    """Whether rows are shorter than the overhead of tensor operations. A row's length alone decides, never B."""
+    return target_probs.device.type == "cpu" and target_probs.shape[-1] <= _FEW_TOKENS
+
+
+def _one_by_one(draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
+    """The rule for deterministic drafts as the papers write it, one row and one token after another."""
+    coins = uniforms.draw(Purpose.ACCEPT, 0, draft.width).tolist()
+    last_coins = uniforms.draw(Purpose.TARGET, 0, 1)[:, 0].tolist()
+    tokens, lengths, probs = draft.tokens.tolist(), draft.lengths.tolist(), target_probs.tolist()
+    counts, next_tokens = [], []
+    for row, length in enumerate(lengths):
+        count = 0
+        while count < length and coins[row][count] < probs[row][count][tokens[row][count]]:
+            count += 1
+        owed = list(probs[row][count])
+        if count < length:
+            owed[tokens[row][count]] = 0.0  # max(target - 1, 0); elsewhere the draft took nothing
+        counts.append(count)
+        next_tokens.append(_invert(owed if any(owed) else probs[row][count], last_coins[row]))
+    return chain_verdict(draft, torch.tensor(counts), torch.tensor(next_tokens))
+
+
+def _invert(weights: list[float], uniform: float) -> int:
+    """`sample` for one short row."""
+    bound, reached, last = uniform * math.fsum(weights), 0.0, 0
+    for token, weight in enumerate(weights):
+        if weight > 0:
+            reached, last = reached + weight, token
+            if reached > bound:
+                return token
+    return last
 
 
 def accepted_prefix(draft: Draft, accepted: Tensor) -> Tensor:
