@@ -264,7 +264,9 @@ def peak_over_ideal(model: str, dtype: str) -> float:
     baseline = peak.read()  # what is not this model's: the interpreter, torch, transformers, the tokenizer
     peak.reset()
     target = load_model(model, dtype=dtype, device="cpu")
-    request = Request("memory", tuple(range(1, 161)), max_new_tokens=64)
+    length = min(POSITION, target.model.max_positions // 2)
+    prompt = tuple(index % target.model.vocab_size for index in range(length))
+    request = Request("memory", prompt, max_new_tokens=64)
     _backend(target, PromptLookupDrafter(), GAMMA).engine.generate([request])
     used = peak.read() - baseline
     cache = target.model.new_cache(1, 256).num_bytes

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.sampling import Seen, argmax, expected_acceptance, one_hot, parent_probs, probabilities, token_probs
+from specdec.sampling import Seen, argmax, expected_acceptance, parent_probs, probabilities, token_probs
 from specdec.types import Draft, SamplingParams, Verdict
 
 
@@ -107,7 +107,7 @@ def _certain(draft: Draft, choices: list[list[int]]) -> Certain:
             None,
             None if draft.parents is None else draft.parents.cpu(),
         ),
-        one_hot(torch.tensor(chosen), 2 * draft.width + 1),
+        torch.tensor([[[float(n == name) for n in range(2 * draft.width + 1)] for name in row] for row in chosen]),
         tables,
         chosen,
     )

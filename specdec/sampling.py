@@ -74,9 +74,10 @@ def argmax(logits: Tensor) -> Tensor:
     is then looked for in one block alone.
     """
     block = math.gcd(logits.shape[-1], _LARGEST_BLOCK)
-    if logits.device.type != "cpu" or block < _SMALLEST_BLOCK:
+    one_row = logits.numel() == logits.shape[-1]  # not worth the further operations
+    if one_row or logits.device.type != "cpu" or block < _SMALLEST_BLOCK:
         return logits.argmax(-1)
-    blocks = logits.unflatten(-1, (-1, block))  # [..., V / block, block]
+    blocks = logits.view(*logits.shape[:-1], -1, block)  # [..., V / block, block]
     first = blocks.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
     within = blocks.gather(-2, first[..., None].expand(*first.shape, block)).argmax(-1)
     return (first * block + within)[..., 0]
@@ -180,19 +181,24 @@ def logits_entropy_bits(logits: Tensor) -> Tensor:
     -inf logits have no mass. NaN, +inf, or nothing but -inf give NaN, so that this also finds broken logits.
     """
     rows = logits.flatten(0, -2)
-    # A few rows at a time, in buffers that stay in the processor's cache from one part to the next.
-    parts = torch.split(rows, _CACHED_ROWS if logits.device.type == "cpu" else max(len(rows), 1))
-    shifted, probs = (torch.empty(parts[0].shape, device=logits.device) for _ in range(2))
-    nats = torch.cat([_entropy_nats(part, shifted[: len(part)], probs[: len(part)]) for part in parts])
-    return nats.div_(math.log(2)).clamp_(min=0).view(logits.shape[:-1])
+    step = _CACHED_ROWS if logits.device.type == "cpu" else max(len(rows), 1)
+    if len(rows) <= step:
+        bits = _negative_nats(rows)
+    else:
+        # A few rows at a time, in buffers that stay in the processor's cache from one part to the next.
+        buffers = tuple(torch.empty(step, rows.shape[1], device=logits.device) for _ in range(2))
+        bits = torch.cat([_negative_nats(part, *(b[: len(part)] for b in buffers)) for part in torch.split(rows, step)])
+    return bits.div_(-math.log(2)).clamp_(min=0).view(logits.shape[:-1])
 
 
-def _entropy_nats(logits: Tensor, shifted: Tensor, probs: Tensor) -> Tensor:
-    """[N, V] → [N]. The other arguments are buffers [N, V] float32."""
-    torch.sub(logits, logits.amax(-1, keepdim=True), out=shifted)
+def _negative_nats(logits: Tensor, shifted: Tensor | None = None, probs: Tensor | None = None) -> Tensor:
+    """Minus the entropy in nats: [N, V] → [N]. The other arguments are buffers [N, V] float32."""
+    shifted = torch.sub(
+        logits if logits.dtype == torch.float32 else logits.float(), logits.amax(-1, keepdim=True), out=shifted
+    )
     shifted.clamp_(min=-200.0)  # 0 in float32 from -104 on; and 0 * -inf would be NaN
-    torch.softmax(shifted, -1, out=probs)
-    return probs.amax(-1).log_().neg_().sub_(torch.linalg.vecdot(probs, shifted))
+    probs = torch.softmax(shifted, -1, out=probs)
+    return probs.amax(-1).log_().add_(torch.linalg.vecdot(probs, shifted))
 
 
 def entropy_bits(probs: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -66,8 +67,12 @@ class Uniforms:
         self.keys = tuple(keys)
         self.steps = tuple(steps)
         self.device = torch.device(device)
+
+    @cached_property
+    def _streams(self) -> Words:
+        """[B], made at the first draw: a greedy step may need none."""
         requests = np.array(self.keys, dtype=np.uint64)
-        self._streams = _split_mix(_split_mix(requests) + np.array(self.steps, dtype=np.uint64) * _GAMMA)  # [B]
+        return _split_mix(_split_mix(requests) + np.array(self.steps, dtype=np.uint64) * _GAMMA)
 
     @property
     def batch_size(self) -> int:

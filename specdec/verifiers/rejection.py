@@ -12,6 +12,7 @@ Uniforms: `ACCEPT`, node i decides draft node i; `TARGET`, node 0 draws the one 
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -54,31 +55,57 @@ def _is_small(target_probs: Tensor) -> bool:
 
 def _one_by_one(draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
     """The rule for deterministic drafts as the papers write it, one row and one token after another."""
-    coins = uniforms.draw(Purpose.ACCEPT, 0, draft.width).tolist()
-    last_coins = uniforms.draw(Purpose.TARGET, 0, 1)[:, 0].tolist()
     tokens, lengths, probs = draft.tokens.tolist(), draft.lengths.tolist(), target_probs.tolist()
+    coins = _Coins(uniforms, draft.width)
     counts, next_tokens = [], []
     for row, length in enumerate(lengths):
         count = 0
-        while count < length and coins[row][count] < probs[row][count][tokens[row][count]]:
+        while count < length and coins.accept(row, count, probs[row][count][tokens[row][count]]):
             count += 1
         owed = list(probs[row][count])
         if count < length:
             owed[tokens[row][count]] = 0.0  # max(target - 1, 0); elsewhere the draft took nothing
         counts.append(count)
-        next_tokens.append(_invert(owed if any(owed) else probs[row][count], last_coins[row]))
-    return chain_verdict(draft, torch.tensor(counts), torch.tensor(next_tokens))
+        next_tokens.append(coins.pick(row, owed if any(owed) else probs[row][count]))
+    paths = [[*range(count), *[PADDING] * (draft.width - count)] for count in counts]
+    examined = [min(count + 1, length) for count, length in zip(counts, lengths, strict=True)]
+    return Verdict(
+        torch.tensor(paths, dtype=torch.long).reshape(len(counts), draft.width),
+        *(torch.tensor(values) for values in (counts, examined, next_tokens)),
+    )
 
 
-def _invert(weights: list[float], uniform: float) -> int:
-    """`sample` for one short row."""
-    bound, reached, last = uniform * math.fsum(weights), 0.0, 0
-    for token, weight in enumerate(weights):
-        if weight > 0:
-            reached, last = reached + weight, token
+class _Coins:
+    """A step's uniforms, drawn only if something is uncertain."""
+
+    def __init__(self, uniforms: Uniforms, width: int) -> None:
+        self._uniforms, self._width = uniforms, width
+
+    @cached_property
+    def _accept(self) -> list[list[float]]:
+        values: list[list[float]] = self._uniforms.draw(Purpose.ACCEPT, 0, self._width).tolist()
+        return values
+
+    @cached_property
+    def _target(self) -> list[list[float]]:
+        values: list[list[float]] = self._uniforms.draw(Purpose.TARGET, 0, 1).tolist()
+        return values
+
+    def accept(self, row: int, node: int, probability: float) -> bool:
+        """Whether the uniform of a node lies below the probability."""
+        return probability >= 1 or (probability > 0 and self._accept[row][node] < probability)
+
+    def pick(self, row: int, weights: list[float]) -> int:
+        """`sample` for one short row."""
+        possible = [token for token, weight in enumerate(weights) if weight > 0]
+        if len(possible) == 1:
+            return possible[0]
+        bound, reached = self._target[row][0] * math.fsum(weights), 0.0
+        for token in possible:
+            reached += weights[token]
             if reached > bound:
                 return token
-    return last
+        return possible[-1]
 
 
 def accepted_prefix(draft: Draft, accepted: Tensor) -> Tensor:
