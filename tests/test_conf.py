@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,8 +25,9 @@ OPTIONS = [
     for folder in sorted(CONF.iterdir())
     if folder.is_dir() and folder.name not in ("experiment", "pair")
     for path in sorted(folder.glob("*.yaml"))
-    if path.stem != "base"
+    if not path.stem.endswith("base")
 ]
+DATASETS = [path.stem for path in (CONF / "workload").glob("*.yaml") if "- dataset_base" in path.read_text()]
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +50,22 @@ def tiny(tiny_checkpoint: Callable[..., Path]) -> list[str]:
     return [f"target.model={tiny_checkpoint('llama')}"]
 
 
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A local file with every column that a dataset's configuration maps: the hub is out of reach here."""
+    texts = dict.fromkeys(("text", "prompt", "question", "article"), "Go")
+    ids = ("id", "task_id", "question_id", "prompt_id")
+    nested = {"turns": ["Go"], "test_list": ["assert f()"], "translation": {"de": "Los"}, "category": "mixed"}
+    path = tmp_path_factory.mktemp("datasets") / "rows.jsonl"
+    path.write_text("".join(json.dumps(texts | nested | dict.fromkeys(ids, number)) + "\n" for number in range(32)))
+    return path
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_composes_and_builds_a_run(
-    option: str, tiny: list[str], tiny_checkpoint: Callable[..., Path]
+    option: str, tiny: list[str], tiny_checkpoint: Callable[..., Path], rows: Path
 ) -> None:
-    extra = {
+    extra = {f"workload={name}": [f"workload.path={rows}"] for name in DATASETS} | {
         "drafter=draft_model": [f"drafter.model={tiny_checkpoint('llama', seed=1)}"],
         "workload=file": [f"workload.name={CONF.parent / 'specdec/workloads/prompts/json.jsonl'}"],
         "verifier=tree_greedy": ["drafter=none"],
