@@ -172,7 +172,7 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative[:, -1:].contiguous()
     token = torch.searchsorted(cumulative, uniforms[:, None].to(total) * total, right=True)
     last_possible = torch.searchsorted(cumulative, total)  # past it there is no mass left, whatever rounding does
-    return torch.minimum(token, last_possible)[:, 0]
+    return torch.minimum(token, last_possible).clamp(max=probs.shape[-1] - 1)[:, 0]
 
 
 def logits_entropy_bits(logits: Tensor) -> Tensor:

@@ -46,6 +46,8 @@ class TextStream:
         shown = self._decode(self._tokens[self._tail_start : self._complete])
         self.text += self._decode(self._tokens[self._tail_start :])[len(shown) :]
         self._tail_start = self._complete = len(self._tokens)
+        if self.text_lengths:
+            self.text_lengths[-1] = len(self.text)
 
 
 class Ending:
@@ -89,19 +91,25 @@ class Ending:
             if self.reason is None and self.remaining == 0:
                 self.reason = self._limit_reason
         if self.reason is not None and self._stream is not None and self._cut_text is None:
+            searched = max(0, len(self._stream.text) - self._held_back)
             self._stream.flush()
+            self._cut_at_stop(self._stream, searched)
 
     def _push_text(self, token: int) -> None:
         if self._stream is None:
             return
         searched = max(0, len(self._stream.text) - self._held_back)
         self._stream.push(token)
-        found = [at for stop in self._request.stop if (at := self._stream.text.find(stop, searched)) >= 0]
+        self._cut_at_stop(self._stream, searched)
+
+    def _cut_at_stop(self, stream: TextStream, searched: int) -> None:
+        """End before the first stop string that is not wholly in the first `searched` characters."""
+        found = [at for stop in self._request.stop if (at := stream.text.find(stop, searched)) >= 0]
         if not found:
             return
         self.reason, cut = FinishReason.STOP, min(found)
-        self._cut_text = self._stream.text[:cut]
-        kept = 0 if cut == 0 else next(i for i, end in enumerate(self._stream.text_lengths) if end >= cut) + 1
+        self._cut_text = stream.text[:cut]
+        kept = 0 if cut == 0 else next(i for i, end in enumerate(stream.text_lengths) if end >= cut) + 1
         del self.tokens[kept:]
 
     @property
@@ -111,7 +119,8 @@ class Ending:
             return self._cut_text
         if self._stream is not None:
             return self._stream.text
-        return self._decode(self.tokens) if self._decode is not None else ""
+        spoken = self.tokens[:-1] if self.reason is FinishReason.EOS else self.tokens
+        return self._decode(spoken) if self._decode is not None else ""
 
     def new_text(self) -> str:
         """Text that became safe to show since the last call: the beginning of a stop string is held back."""

@@ -108,6 +108,8 @@ class Request:
             raise UsageError(
                 f"request {self.id!r} asks for max_new_tokens={self.max_new_tokens}; it must be at least 1"
             )
+        if "" in self.stop:
+            raise UsageError(f"request {self.id!r} has an empty stop string, which is everywhere; leave it out")
 
 
 @dataclass(frozen=True)
