@@ -161,8 +161,10 @@ def test_step_time_pools_seconds(summary):
 
 def test_a_run_without_entropy_or_limits_still_draws(summary, positions):
     blind = summary.assign(model_entropy_bits=math.nan, speedup_low=math.nan, speedup_high=math.nan)
-    for figure in plots.figures(blind, positions.iloc[:0]).values():
+    drawn = plots.figures(blind, positions.iloc[:0])
+    for figure in drawn.values():
         FigureCanvasAgg(figure).draw()
+    assert drawn.keys() == plots.figures(summary, positions).keys()
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))

@@ -154,9 +154,11 @@ def test_two_timed_runs_are_refused_unless_shared(tmp_path, elsewhere):
 
 
 def test_locks_are_released(tmp_path):
+    held = 0
     for _ in range(2):
         with results.run_lock(tmp_path, "abc"), results.timed_lock("cpu", False, tmp_path):
-            pass
+            held += 1
+    assert held == 2
 
 
 def test_visible_devices_name_the_gpu(tmp_path, monkeypatch):

@@ -67,10 +67,15 @@ def test_null_counts_are_not_contradictions(frames):
         {"num_drafted": "Int64", "num_examined": "Int64"}
     )
     traces.check(dataclasses.replace(frames, steps=steps))
+    wrong = steps.assign(num_emitted=steps["num_emitted"] + 1)  # what is known is still held to
+    with pytest.raises(traces.TraceError):
+        traces.check(dataclasses.replace(frames, steps=wrong))
 
 
 def test_arms_without_token_rows_are_allowed(frames):
     traces.check(dataclasses.replace(frames, tokens=frames.tokens.iloc[:0]))
+    with pytest.raises(traces.TraceError):  # but an arm that has some has all
+        traces.check(dataclasses.replace(frames, tokens=frames.tokens.iloc[1:]))
 
 
 def test_request_times(trace, frames):
