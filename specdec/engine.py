@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.cache.base import Cache
@@ -62,6 +63,11 @@ class Engine:
                 f"{target.name} cannot roll back rejected tokens ({', '.join(cache.unable) or 'its cache'}); "
                 f"decode it with num_draft_tokens=0"
             )
+        if controller.max_draft_tokens >= target.max_positions:
+            raise UsageError(
+                f"{type(controller).__name__} drafts up to {controller.max_draft_tokens} tokens, and {target.name}'s "
+                f"window is {target.max_positions}; draft at most {target.max_positions - 1}"
+            )
         drafter.bind(target, tokenizer)
         drafter.reserve(1, _CAPACITY_STEP)
         self.target = target
@@ -69,9 +75,16 @@ class Engine:
         self.verifier = verifier
         self.controller = controller
         self.tokenizer = tokenizer
+        self._watches_drafts = type(controller).stop is not Controller.stop
         self._new_cache = new_cache
         self._memory = PeakMemory(target.device)
         self._cache = cache
+
+    def with_parts(self, drafter: Drafter, controller: Controller) -> Engine:
+        """An engine of its own that differs in drafter and controller."""
+        return Engine(
+            self.target, drafter, self.verifier, controller, tokenizer=self.tokenizer, new_cache=self._new_cache
+        )
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[Request], on_chunk: OnChunk | None = None) -> list[Trace]:
@@ -81,7 +94,7 @@ class Engine:
         """
         if not requests:
             return []
-        self._check(requests)
+        self.check(requests)
         self._reserve(requests)
         self._memory.reset()
         window = self.target.max_positions
@@ -169,13 +182,14 @@ class Engine:
         """Logits [B, K + 1, V] of the last emitted token and every draft node, in one pass over the target."""
         last = [len(tokens) - 1 for tokens in context.tokens]
         roots = torch.tensor([int(tokens[-1]) for tokens in context.tokens], device=context.device)[:, None]
-        depths = torch.cat([torch.zeros_like(roots), draft.node_depths()], dim=1)
+        mask = None if draft.parents is None else ancestor_mask(draft.parents)
+        depths = torch.arange(draft.width + 1, device=context.device) if mask is None else mask.sum(-1) - 1
         positions = torch.tensor(last, device=context.device)[:, None] + depths
         output = self.target.forward(
             torch.cat([roots, draft.tokens.clamp(min=0)], dim=1),
             positions.clamp(max=self.target.max_positions - 1),  # only padding lies beyond the window
             self._cache.view(context.slots),
-            mask=None if draft.parents is None else ancestor_mask(draft.parents),
+            mask=mask,
             hidden_layers=self.drafter.hidden_layers,
         )
         return output.logits, output.hidden
@@ -220,7 +234,8 @@ class Engine:
 
     def _uniforms(self, batch: Sequence[Sequence_]) -> Uniforms:
         keys, steps = [sequence.key for sequence in batch], [sequence.step for sequence in batch]
-        return Uniforms(keys, steps, self.target.device)
+        positions = [sequence.context_length for sequence in batch]
+        return Uniforms(keys, steps, self.target.device, positions=positions, coupled=self.verifier.coupled)
 
     def _context(self, batch: Sequence[Sequence_]) -> DraftContext:
         return DraftContext(
@@ -231,10 +246,11 @@ class Engine:
             sampling=tuple(sequence.request.sampling for sequence in batch),
             vocab_size=self.target.vocab_size,
             device=self.target.device,
+            watched=self._watches_drafts,
         )
 
-    def _check(self, requests: Sequence[Request]) -> None:
-        """Refuse what cannot be decoded, before any work is done."""
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse what cannot be decoded as one batch, before any work is done. `generate` begins with it."""
         limit = self.target.max_batch
         if limit is not None and len(requests) > limit:
             raise UsageError(f"{self.target.name} takes at most {limit} sequences at once, not {len(requests)}")
@@ -283,8 +299,10 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     Entry (i, j) is True where j is i itself or one of its ancestors; index 0 is the root.
     """
     batch, width = parents.shape
-    mask = torch.eye(width + 1, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-    rows = torch.arange(batch, device=parents.device)
-    for node in range(width):
-        mask[:, node + 1] |= mask[rows, parents[:, node].clamp(min=-1) + 1]
+    above = F.pad(parents + 1, (1, 0))  # [B, K + 1], the root above itself
+    mask = torch.eye(width + 1, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    # Pointer jumping: each round doubles how far up a node has looked, so depth costs only its logarithm.
+    for _ in range((width + 1).bit_length()):
+        mask = mask | mask.gather(1, above[..., None].expand(-1, -1, width + 1))
+        above = above.gather(1, above)
     return mask

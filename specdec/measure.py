@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from specdec.engine import Engine
@@ -29,9 +30,13 @@ def interleave(
 
     Rotation keeps an arm from always running on the caches another one left warm. The first batch is decoded once
     untimed by every arm, `warmup_tokens` a request. A batch that fails in an arm is listed under `failures` and has no
-    trace there; one that fails in the first arm is not tried in the others, for lack of a baseline.
+    trace there; one that fails in the first arm is not tried in the others, for lack of a baseline. What cannot be
+    decoded at all is refused (`UsageError`) before the first batch, not after hours.
     """
     plain, *others = arms
+    for engine in arms.values():
+        for batch in batches:
+            engine.check(batch)
     measured = Measured({name: [] for name in arms})
     _warm_up(arms, batches[0], warmup_tokens)
     for index, batch in enumerate(batches):
@@ -47,12 +52,14 @@ def interleave(
 
 
 def _warm_up(arms: Mapping[str, Engine], batch: Sequence[Request], num_tokens: int) -> None:
-    """Run every arm once, so that allocations and first-call costs are not timed."""
+    """Run every arm once, so that allocations and first-call costs are not timed. What fails will fail again, timed."""
     short = [replace(request, max_new_tokens=min(num_tokens, request.max_new_tokens)) for request in batch]
     plain = next(iter(arms.values()))
-    _reveal(arms, plain.generate(short))
+    with suppress(ModelError):
+        _reveal(arms, plain.generate(short))
     for engine in arms.values():
-        engine.generate(short)
+        with suppress(ModelError):
+            engine.generate(short)
 
 
 def _reveal(arms: Mapping[str, Engine], traces: Sequence[Trace]) -> None:

@@ -30,6 +30,8 @@ from specdec.traces import Frames, replacing
 LOSSLESS = ("equal", "tie", "fault", "declared")
 """What comparing a greedy arm with the plain one can say: the same tokens; a first difference at a near-tie; a
 difference that is a fault; a rule that declares itself lossy. None: sampled, so not compared."""
+_ROOM_BYTES = 4 << 20
+"""Tried out before a run begins: an ordinary run takes about one megabyte."""
 PACKAGES = ("specdec-lab", "torch", "transformers", "accelerate", "numpy", "pandas", "hydra-core")
 
 
@@ -173,15 +175,20 @@ def is_finished(folder: Path, run: str) -> bool:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the experiment's folder. Raises `UsageError` where it can't be written."""
+    """Make the experiment's folder. Raises `UsageError` where it can't be written to, or holds not one run more."""
     try:
         (folder / "runs").mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder / "runs"):
-            pass
+        with tempfile.TemporaryFile(dir=folder / "runs") as file:
+            file.write(bytes(_ROOM_BYTES))
     except OSError as error:
-        raise UsageError(
-            f"results can't be written to {folder} ({error.strerror}); name a folder you may write to"
-        ) from error
+        raise _cannot_write(folder, error) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"results can't be written to {folder} ({error.strerror}); make room, or name a folder you may write to, and "
+        "run the same command again: finished runs stay"
+    )
 
 
 def write_run(folder: Path, metadata: RunMetadata, frames: Frames) -> Path:
@@ -202,6 +209,8 @@ def write_run(folder: Path, metadata: RunMetadata, frames: Frames) -> Path:
         (partial / "metadata.json").write_text(metadata.to_json(), encoding="utf-8")
         partial.chmod(0o755)
         partial.replace(final)
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
@@ -255,7 +264,7 @@ def collect_provenance(
 ) -> Provenance:
     """Everything about this process and machine that a result should carry."""
     here = Path(__file__).parent
-    hardware = Hardware(_cpu_model(), len(_cores()), num_threads, _memory_bytes(), gpu)
+    hardware = Hardware(cpu_model(), len(_cores()), num_threads, _memory_bytes(), gpu)
     return Provenance(
         command=command,
         git_sha=_git(here, "rev-parse", "HEAD"),
@@ -301,7 +310,8 @@ def _cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor's name, as the system gives it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -45,7 +45,7 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "0 (keep all) or a positive count"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a finite number above 0"),
             "presence_penalty": (math.isfinite(self.presence_penalty), "a finite number"),
             "frequency_penalty": (math.isfinite(self.frequency_penalty), "a finite number"),
         }

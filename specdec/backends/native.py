@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from specdec.backends.base import Backend
+from specdec.calibration import step_costs
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
 from specdec.drafters.base import Drafter
@@ -41,6 +42,7 @@ class NativeBackend(Backend):
         self.engine = Engine(
             target.model, drafter, verifier, controller, tokenizer=target.tokenizer, new_cache=new_cache
         )
+        controller.bind(lambda: step_costs(self.engine))
 
     def run(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, on_chunk: Callable[[Chunk], None] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,11 @@ from specdec.types import Draft, SamplingParams, Verdict
 from specdec.uniforms import Uniforms
 
 StopDrafting = Callable[[Tensor, Tensor, int], Tensor]
-"""(draft_probs [B, V], tokens [B], depth) → [B] bool: the controller's `stop`, bound to the batch's states."""
+"""(draft_probs [B, V], tokens [B], depth) → [B] bool: the controller's `stop`, bound to the batch's states.
+
+draft_probs is what `DraftContext.confidence` gives: how sure the draft model was, also where it drafts greedily. Where
+`DraftContext.watched` is False the controller never looks, and `stop` need not be called.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class DraftContext:
     """The B requests a drafter is asked about. Lists have length B.
 
     tokens[b]: [length] int64, prompt and everything emitted so far; the last one is not yet in the target's
-    cache. Read-only. num_prompt[b] of them are the prompt. vocab_size is the target's.
+    cache. Read-only. num_prompt[b] of them are the prompt. vocab_size is the target's. watched: whether the controller
+    may stop a draft while it is made.
     """
 
     slots: tuple[int, ...]
@@ -34,11 +39,36 @@ class DraftContext:
     sampling: tuple[SamplingParams, ...]
     vocab_size: int
     device: torch.device
+    watched: bool = True
 
     @property
     def batch_size(self) -> int:
         """B."""
         return len(self.slots)
+
+    def select(self, rows: Sequence[int]) -> DraftContext:
+        """Some of the requests, in the order given."""
+        return replace(
+            self,
+            slots=tuple(self.slots[row] for row in rows),
+            request_ids=tuple(self.request_ids[row] for row in rows),
+            tokens=tuple(self.tokens[row] for row in rows),
+            num_prompt=tuple(self.num_prompt[row] for row in rows),
+            sampling=tuple(self.sampling[row] for row in rows),
+        )
+
+    def confidence(self, logits: Tensor, probs: Tensor | None) -> Tensor:
+        """What `stop` is shown of a draft token: [B, V] float32.
+
+        logits: [B, V] of the draft model. probs: [B, V], what the token was drawn from, None where every row is
+        greedy. At temperature 0 that is one-hot and says nothing; such rows show the draft's softmax at temperature 1.
+        """
+        greedy = [sampling.greedy for sampling in self.sampling]
+        if probs is None:
+            return logits.float().softmax(-1)
+        if not any(greedy):
+            return probs
+        return torch.where(torch.tensor(greedy, device=probs.device)[:, None], logits.float().softmax(-1), probs)
 
     def seen(self, nodes: Tensor, parents: Tensor | None = None) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
         """What each position's penalties may look at: `seen(row, position) → (prompt ids, output ids)`.
@@ -110,7 +140,8 @@ class Drafter(ABC):
     def observe(self, context: DraftContext, draft: Draft, verdict: Verdict, hidden: Tensor | None) -> None:
         """Replace speculative state by the accepted path.
 
-        context: as `propose` saw it. hidden: [B, K + 1, len(hidden_layers), d], index 0 the root token.
+        context: as `propose` saw it. hidden: [B, K + 1, len(hidden_layers), d], index 0 the root token. In a cascade
+        another drafter's draft may have been verified: such a row has length 0 in `draft`, and its path all the same.
         """
 
     def reset(self, slot: int) -> None:

@@ -1,5 +1,6 @@
 """Traces → tables of numbers: the only place where ratios are made, always after totals."""
 
+from specdec.metrics.lengths import best_fixed, fixed_lengths, predicted_speedups, tpot_ratio
 from specdec.metrics.positions import per_position
 from specdec.metrics.schema import POSITION_COLUMNS, SUMMARY_COLUMNS, Column, conform, markdown_table
 from specdec.metrics.summary import repeated_tokens, summarise
@@ -8,9 +9,13 @@ __all__ = [
     "POSITION_COLUMNS",
     "SUMMARY_COLUMNS",
     "Column",
+    "best_fixed",
     "conform",
+    "fixed_lengths",
     "markdown_table",
     "per_position",
+    "predicted_speedups",
     "repeated_tokens",
     "summarise",
+    "tpot_ratio",
 ]

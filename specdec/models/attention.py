@@ -61,11 +61,13 @@ class Visibility:
     def of(cls, starts: Sequence[int], num_tokens: int, tree: Tensor | None, groups: int, like: Tensor) -> Visibility:
         """For S = `num_tokens` new entries per row after `starts` cached ones.
 
-        tree: [B, S, S] bool as in `LanguageModel.forward`, or None: causal. groups: query heads per key head.
-        like: a tensor of the dtype and on the device of the scores.
+        tree: [B, S, S] bool as in `LanguageModel.forward`, or None: causal. It may be [B, S, N], N > S: then the S
+        entries are the last of N that came after `starts`, as where a tree grows by one depth per forward.
+        groups: query heads per key head. like: a tensor of the dtype and on the device of the scores.
         """
         fold = groups if num_tokens <= _FOLD_UP_TO else 1
-        if num_tokens == 1 and len(set(starts)) == 1:
+        everything = num_tokens == 1 and (tree is None or tree.shape[2] == 1)
+        if everything and len(set(starts)) == 1:
             return cls(None, False, fold)
         if tree is None and not any(starts):
             return cls(None, True, 1)
@@ -75,10 +77,11 @@ class Visibility:
 
 
 def _visible(starts: Sequence[int], num_tokens: int, tree: Tensor | None, device: torch.device) -> Tensor:
-    """[B, S, L] bool, L = max(starts) + S: what is cached, and of the new entries those that the tree allows."""
-    ends = torch.arange(max(starts) + num_tokens, device=device)
+    """[B, S, L] bool, L = max(starts) + N (N = S without a tree): what is cached, of the rest what the tree allows."""
+    num_new = num_tokens if tree is None else tree.shape[2]
+    ends = torch.arange(max(starts) + num_new, device=device)
     offset = (ends - torch.tensor(starts, device=device)[:, None])[:, None]  # [B, 1, L], from the row's first new entry
     if tree is None:
         return offset <= torch.arange(num_tokens, device=device)[:, None]
-    index = offset.clamp(0, num_tokens - 1).expand(-1, num_tokens, -1)
-    return (offset < 0) | ((offset < num_tokens) & tree.gather(2, index))
+    index = offset.clamp(0, num_new - 1).expand(-1, num_tokens, -1)
+    return (offset < 0) | ((offset < num_new) & tree.gather(2, index))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache.base import Cache, CacheView
+from specdec.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,19 @@ class Output:
     hidden: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Tables:
+    """What a trained draft shares with its target. embedding: [V, d]; head: [V, d], which may be the same tensor."""
+
+    embedding: Tensor
+    head: Tensor
+
+
 class LanguageModel(ABC):
     """A causal decoder. Batch-first; rows of a batch need not agree in length.
 
-    `max_batch` None means any; `supports_trees` says whether `mask` may be anything but None.
+    `max_batch` None means any; `supports_trees` says whether `mask` may be anything but None. `fingerprint`: of the
+    checkpoint it was loaded from, None where it is on no disk; a draft trained for it records this.
     """
 
     name: str
@@ -35,11 +45,29 @@ class LanguageModel(ABC):
     device: torch.device
     max_batch: int | None = None
     supports_trees: bool = True
+    fingerprint: str | None = None
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
         """Memory of the weights as they are held."""
+
+    @abstractmethod
+    def tables(self) -> Tables:
+        """The embedding table and the output projection, in the model's dtype, on its device.
+
+        Raises `UsageError` where the model has none of this form.
+        """
+
+    def truncated(self, num_layers: int) -> LanguageModel:
+        """The first `num_layers` layers, then the final norm and the head, all of them shared: nothing is copied.
+
+        Raises `UsageError` for a number that is not between 1 and one less than all, and where layers can't be shared.
+        """
+        raise UsageError(
+            f"{self.name} runs through transformers, and only a native model can share its first layers with a draft; "
+            "load it with implementation=native, or choose another drafter"
+        )
 
     @abstractmethod
     def new_cache(self, num_slots: int, capacity: int) -> Cache:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec import hub
 from specdec.errors import UsageError
 from specdec.models import embedded
 
@@ -56,7 +57,10 @@ class Checkpoint:
 
     @cached_property
     def weight_files(self) -> tuple[Path, ...]:
-        """The safetensors files that hold the weights. Raises `UsageError` where there is nothing safe to load."""
+        """The safetensors files that hold the weights, each whole.
+
+        Raises `UsageError` where there is nothing safe to load, or a file is cut short or has a damaged header.
+        """
         index = self.json("model.safetensors.index.json")
         shards = sorted(set(index.get("weight_map", {}).values()))
         files = tuple(self.directory / name for name in shards or ["model.safetensors"])
@@ -65,6 +69,8 @@ class Checkpoint:
             raise UsageError(f"{self.name} lacks its shard {missing[0]}; fetch the checkpoint again")
         if missing:
             raise UsageError(self._without_safetensors())
+        for file in files:
+            _header(file)
         return files
 
     def _without_safetensors(self) -> str:
@@ -137,22 +143,43 @@ class _Entry:
 
 
 def _entries(file: Path) -> Iterator[tuple[str, _Entry]]:
-    """A safetensors file: 8 bytes little-endian header length, a JSON header, then the tensors one after another."""
+    for name, (kind, shape, start, end) in _header(file).items():
+        dtype = _DTYPES.get(kind)
+        if dtype is None:
+            raise UsageError(f"{file.name} stores {name} as {kind}; give a checkpoint in 16 or 32 bits")
+        if end - start != math.prod(shape) * dtype.itemsize:
+            raise _damaged(file)
+        yield name, _Entry(file, start, end - start, dtype, shape)
+
+
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Of a safetensors file: tensor → dtype, shape, where its bytes begin and end. `UsageError` if it is not whole.
+
+    The format: 8 bytes little-endian header length, a JSON header, then the tensors one after another.
+    """
     size = file.stat().st_size
     with file.open("rb") as opened:
         data_start = 8 + int.from_bytes(opened.read(8), "little")
         if not 8 < data_start <= size:
             raise UsageError(f"{file} is not a whole safetensors file; fetch the checkpoint again")
-        header = json.loads(opened.read(data_start - 8))
-    header.pop("__metadata__", None)
-    for name, described in header.items():
-        start, end = described["data_offsets"]
-        dtype, shape = _DTYPES.get(described["dtype"]), tuple(described["shape"])
-        if dtype is None:
-            raise UsageError(f"{file.name} stores {name} as {described['dtype']}; give a checkpoint in 16 or 32 bits")
-        if end - start != math.prod(shape) * dtype.itemsize or data_start + end > size:
-            raise UsageError(f"{file} ends before its tensor {name} does; fetch the checkpoint again")
-        yield name, _Entry(file, data_start + start, end - start, dtype, shape)
+        content = opened.read(data_start - 8)
+    tensors = {}
+    try:
+        described = json.loads(content)
+        described.pop("__metadata__", None)
+        for name, entry in described.items():
+            start, end = (data_start + offset for offset in entry["data_offsets"])
+            tensors[name] = (entry["dtype"], tuple(entry["shape"]), start, end)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(file) from error
+    cut = next((name for name, (_, _, _, end) in tensors.items() if end > size), None)
+    if cut is not None:
+        raise UsageError(f"{file} ends before its tensor {cut} does; fetch the checkpoint again")
+    return tensors
+
+
+def _damaged(file: Path) -> UsageError:
+    return UsageError(f"{file} has a damaged header; fetch the checkpoint again")
 
 
 def _sample(file: Path, update: Any, num_pages: int = 64, page_bytes: int = 4096) -> None:
@@ -190,7 +217,13 @@ def _from_hub(model: str, revision: str | None) -> Checkpoint:
 
     try:
         directory = Path(
-            snapshot_download(model, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=_HUB_FILES,
+                ignore_patterns=_HUB_IGNORED,
+                local_files_only=not hub.in_reach(),
+            )
         )
     except GatedRepoError as error:
         raise UsageError(

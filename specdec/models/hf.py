@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from specdec.cache.base import CacheView
 from specdec.cache.dynamic import DynamicCache, DynamicView, layers_without_rollback
 from specdec.errors import UsageError
-from specdec.models.base import LanguageModel, Output
+from specdec.models.base import LanguageModel, Output, Tables
 
 _UNLIMITED = 1 << 20  # positions of a model that states no limit (ALiBi, recurrent)
 
@@ -56,6 +56,15 @@ class HFModel(LanguageModel):
         """See `LanguageModel.num_bytes`."""
         size: int = self._model.get_memory_footprint()
         return size
+
+    def tables(self) -> Tables:
+        """See `LanguageModel.tables`."""
+        embedding = getattr(self._model.get_input_embeddings(), "weight", None)
+        head = getattr(self._model.get_output_embeddings(), "weight", None)
+        shape = (self.vocab_size, self.hidden_size)
+        if embedding is None or head is None or embedding.shape != shape or head.shape != shape:
+            raise UsageError(f"{self.name} does not show its embedding and head, so a draft cannot share them")
+        return Tables(embedding.detach().to(self.device), head.detach().to(self.device))
 
     def new_cache(self, num_slots: int, capacity: int) -> DynamicCache:
         """A dynamic cache of one sequence. Raises `UsageError` for more than one slot."""

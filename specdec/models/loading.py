@@ -77,8 +77,11 @@ def load_model(
 
     def build(computing: torch.dtype) -> LanguageModel:
         if note is None:
-            return _native(checkpoint, config, torch_device, torch_dtype, computing)
-        return _through_transformers(checkpoint, placement, torch_dtype, computing, trust_remote_code)
+            built: LanguageModel = _native(checkpoint, config, torch_device, torch_dtype, computing)
+        else:
+            built = _through_transformers(checkpoint, placement, torch_dtype, computing, trust_remote_code)
+        built.fingerprint = checkpoint.fingerprint
+        return built
 
     if torch_device.type == "cpu":
         keep_freed_memory()
@@ -198,7 +201,7 @@ def _through_transformers(
 
     from specdec.models.hf import HFModel
 
-    _ = checkpoint.weight_files  # refuses pickles before anything is read
+    _ = checkpoint.weight_files  # refuses pickles and damaged files before anything is read
     with _quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint.directory,

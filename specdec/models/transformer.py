@@ -7,7 +7,7 @@ It runs Llama, SmolLM2, Mistral, Qwen2 and Qwen3 checkpoints. For inference only
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from specdec.cache.base import CacheView
 from specdec.cache.contiguous import ContiguousCache
 from specdec.errors import UsageError
 from specdec.models.attention import Attention, Visibility, sdpa
-from specdec.models.base import LanguageModel, Output
+from specdec.models.base import LanguageModel, Output, Tables
 from specdec.models.config import TransformerConfig
 from specdec.models.linear import Linear, can_pack, linear
 from specdec.models.rope import Rotation
@@ -65,19 +65,25 @@ class Transformer(LanguageModel):
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        shared: Tables | None = None,
         attention: Attention = sdpa,
         name: str = "transformer",
     ) -> Transformer:
         """From weights under Hugging Face's names, which are taken out of `state_dict` as they are used.
 
-        Raises `UsageError` where a weight is missing, of another shape than `config` says, or left over.
+        shared: another model's embedding [V, d], and rows of its head [W, d], in place of those in `state_dict`; logits
+        are then over these W alone. Raises `UsageError` where a weight is missing, of another shape than `config` says,
+        or left over.
         """
-        weights = _Weights(state_dict, torch.device(device), dtype)
+        weights = Weights(state_dict, torch.device(device), dtype)
         d, vocab = config.hidden_size, config.vocab_size
-        embedding = weights.take("model.embed_tokens.weight", vocab, d)
+        embedding = shared.embedding if shared else weights.take("model.embed_tokens.weight", vocab, d)
         layers = [_layer(config, weights, index) for index in range(config.num_layers)]
         norm = Norm(weights.take("model.norm.weight", d), config.norm_eps)
-        head = linear(embedding) if config.tied_head else weights.linear({"lm_head": vocab}, d)
+        if shared is not None:
+            head = linear(shared.head)
+        else:
+            head = linear(embedding) if config.tied_head else weights.linear({"lm_head": vocab}, d)
         weights.refuse_leftovers(config.tied_head)
         return cls(config, embedding, layers, norm, head, attention=attention, name=name)
 
@@ -87,6 +93,31 @@ class Transformer(LanguageModel):
         one_table = self.config.tied_head and not can_pack(self.device, self.dtype)
         tables = self.head.num_bytes + (0 if one_table else self.embedding.nbytes)
         return tables + self.norm.num_bytes + sum(layer.num_bytes for layer in self.layers)
+
+    @torch.inference_mode()
+    def tables(self) -> Tables:
+        """See `LanguageModel.tables`. A packed head is read back through its own product with the identity."""
+        if self.config.tied_head:
+            return Tables(self.embedding, self.embedding)
+        identity = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
+        return Tables(self.embedding, self.head(identity).T.contiguous())
+
+    def truncated(self, num_layers: int) -> Transformer:
+        """See `LanguageModel.truncated`. Layers, final norm, embedding and head are this model's own objects."""
+        if not 1 <= num_layers < self.num_layers:
+            raise UsageError(
+                f"num_layers={num_layers} is not possible for a draft out of {self.name}, which has {self.num_layers} "
+                f"layers; use 1 to {self.num_layers - 1}"
+            )
+        return Transformer(
+            replace(self.config, num_layers=num_layers),
+            self.embedding,
+            self.layers[:num_layers],
+            self.norm,
+            self.head,
+            attention=self.attention,
+            name=f"{self.name}[:{num_layers}]",
+        )
 
     def new_cache(self, num_slots: int, capacity: int) -> ContiguousCache:
         """See `LanguageModel.new_cache`."""
@@ -224,7 +255,7 @@ class Layer:
         return norms + self.attention.num_bytes + self.feed_forward.num_bytes
 
 
-def _layer(config: TransformerConfig, weights: _Weights, index: int) -> Layer:
+def _layer(config: TransformerConfig, weights: Weights, index: int) -> Layer:
     d, width, inner = config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size
     name, kv_width, eps = f"model.layers.{index}.", config.num_kv_heads * config.head_dim, config.norm_eps
     own, mlp = name + "self_attn.", name + "mlp."
@@ -248,14 +279,14 @@ def _layer(config: TransformerConfig, weights: _Weights, index: int) -> Layer:
     )
 
 
-def _qk_norm(config: TransformerConfig, weights: _Weights, prefix: str) -> Norm:
+def _qk_norm(config: TransformerConfig, weights: Weights, prefix: str) -> Norm:
     """One norm for query and key heads together: [H + K, D]."""
     queries, keys = (weights.take(f"{prefix}{name}_norm.weight", config.head_dim) for name in "qk")
     per_head = torch.cat((queries.expand(config.num_heads, -1), keys.expand(config.num_kv_heads, -1)))
     return Norm(per_head, config.norm_eps)
 
 
-class _Weights:
+class Weights:
     """A state dict that is emptied while a model is built, so that no weight is held twice for long."""
 
     def __init__(self, state_dict: MutableMapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:

@@ -1,17 +1,21 @@
-"""Do a draft and its target speak of the same tokens, and on which ids.
+"""What a draft's token ids mean in its target's: the context it reads, and the logits it gives.
 
 Models are often padded to a rounder vocabulary than their tokenizer has (152064 against 151936): real ids agree,
-padding must never get any mass. Different tokenizers are refused, by name.
+padding must never get any mass. A trained draft may have a head over the target's most frequent tokens alone. A draft
+with another tokenizer is in `specdec.models.translation`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.errors import UsageError
+from specdec.models.draft_vocabulary import DraftVocabulary
+from specdec.sampling import argmax
 
 
 class HasVocabulary(Protocol):
@@ -21,32 +25,72 @@ class HasVocabulary(Protocol):
         """Every token with its id."""
 
 
-def align(draft_tokenizer: HasVocabulary, target_tokenizer: HasVocabulary, draft_name: str, target_name: str) -> int:
+def shared_ids(draft_tokenizer: HasVocabulary, target_tokenizer: HasVocabulary) -> int | None:
     """Number of real ids, counted from 0, that both vocabularies share: ids 0 ... n - 1 mean the same token.
 
-    One vocabulary may go on where the other ends. `UsageError` where an id or a token means two things.
+    One vocabulary may go on where the other ends. None where an id or a token means two things: two tokenizers.
     """
     draft, target = draft_tokenizer.get_vocab(), target_tokenizer.get_vocab()
-    draft_tokens = {index: token for token, index in draft.items()}
     target_tokens = {index: token for token, index in target.items()}
-    both = draft_tokens.keys() & target_tokens.keys()
-    num_agreeing = sum(draft_tokens[index] == target_tokens[index] for index in both)
-    moved = any(target.get(token, index) != index for token, index in draft.items())
-    if moved or num_agreeing < len(both):
-        raise UsageError(
-            f"the draft {draft_name} and the target {target_name} have different tokenizers "
-            f"({num_agreeing} of {max(len(draft), len(target))} ids agree); choose a draft that was trained with the "
-            "target's tokenizer, or a drafter without a model such as prompt lookup"
-        )
-    return min(max(draft_tokens), max(target_tokens)) + 1
+    for token, index in draft.items():
+        if target.get(token, index) != index or target_tokens.get(index, token) != token:
+            return None
+    return min(max(draft.values()), max(target_tokens)) + 1
 
 
-def fit_logits(logits: Tensor, num_real: int, target_vocab_size: int) -> Tensor:
-    """A draft's logits [..., V_draft] as logits over the target's vocabulary [..., V_target].
+class TokenMap(ABC):
+    """Between a draft model's ids and its target's. W is the width of the draft's logits, V the target's vocabulary.
 
-    Ids from `num_real` on get -inf, so that no distribution made of them gives padding any mass.
+    The base class reads ids as they are.
     """
-    if logits.shape[-1] == target_vocab_size == num_real:
-        return logits
-    kept = logits[..., : min(num_real, target_vocab_size)]
-    return F.pad(kept, (0, target_vocab_size - kept.shape[-1]), value=-float("inf"))
+
+    def read(self, tokens: np.ndarray) -> np.ndarray:
+        """A context [n] of target ids as the draft model reads it, [m] int64, m >= n; a longer one begins the same."""
+        return tokens
+
+    def read_drawn(self, tokens: Tensor) -> Tensor:
+        """Drawn target ids, each as the one id that the draft model reads. The shape stays."""
+        return tokens
+
+    @abstractmethod
+    def choose(self, logits: Tensor) -> Tensor:
+        """The most likely token that both models have: logits [..., W] → target ids [...]."""
+
+    @abstractmethod
+    def expand(self, logits: Tensor) -> Tensor:
+        """Logits [..., W] over the target's vocabulary [..., V]; what the draft can't mean gets -inf."""
+
+
+class SameIds(TokenMap):
+    """Ids 0 ... num_real - 1 mean the same to both; whatever either has beyond is padding, or unknown to the other."""
+
+    def __init__(self, num_real: int, vocab_size: int) -> None:
+        self._num_shared = min(num_real, vocab_size)
+        self._vocab_size = vocab_size
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """See `TokenMap.choose`."""
+        return argmax(logits[..., : self._num_shared])
+
+    def expand(self, logits: Tensor) -> Tensor:
+        """See `TokenMap.expand`. Vocabularies that agree throughout are not copied."""
+        if logits.shape[-1] == self._vocab_size == self._num_shared:
+            return logits
+        kept = logits[..., : self._num_shared]
+        return F.pad(kept, (0, self._vocab_size - kept.shape[-1]), value=-float("inf"))
+
+
+class ReducedIds(TokenMap):
+    """The draft reads the target's ids, and its logits are over a part of them."""
+
+    def __init__(self, vocabulary: DraftVocabulary, vocab_size: int) -> None:
+        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """See `TokenMap.choose`. Nothing as wide as the target's vocabulary is made."""
+        return self._vocabulary.to_target(argmax(logits))
+
+    def expand(self, logits: Tensor) -> Tensor:
+        """See `TokenMap.expand`."""
+        return self._vocabulary.expand(logits, self._vocab_size)

@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from specdec.plots.controllers import controllers_figure, gamma_figure, has_controllers, swept_drafters
 from specdec.plots.panels import (
     acceptance_by_position,
     acceptance_vs_entropy,
@@ -37,13 +38,18 @@ def figures(summary: pd.DataFrame, positions: pd.DataFrame) -> dict[str, Figure]
     """Every figure of an experiment by name; tables as in `specdec.metrics`, rows of a run in arm order."""
     table = with_plain_entropy(summary)
     with mpl.rc_context(rc_style()):
-        return {
+        drawn = {
             "throughput_vs_entropy": throughput_figure(table),
             "acceptance_vs_entropy": acceptance_figure(table),
             "acceptance_by_position": positions_figure(table, positions),
             "latency_p99": latency_figure(table),
             "step_time": step_time_figure(table),
         }
+        if swept_drafters(table):
+            drawn["speedup_by_gamma"] = gamma_figure(table)
+        if has_controllers(table):
+            drawn["controllers"] = controllers_figure(table)
+        return drawn
 
 
 def throughput_figure(table: pd.DataFrame) -> Figure:

@@ -142,10 +142,10 @@ def _scatter(table: pd.DataFrame, ax: Axes, column: str, styles: dict[str, ArmSt
             marks: dict[str, Any] = {"linestyle": "none", "markersize": 5.5, "transform": transform, "zorder": 3}
             ax.plot(rows[ENTROPY], rows[column], **marks, **style.marker(shape))
     reach(table, ax)
-    _name_workloads(table, ax)
+    name_workloads(table, ax)
 
 
-def _name_workloads(table: pd.DataFrame, ax: Axes) -> None:
+def name_workloads(table: pd.DataFrame, ax: Axes) -> None:
     """Workload names above the axes, pushed apart, each tied to its entropy by a leader and a faint line."""
     runs = table.drop_duplicates("run_id").dropna(subset=[ENTROPY]).sort_values(ENTROPY)
     right = ax.get_xlim()[1]

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from enum import Enum, auto
 
 from torch import Tensor
 
 from specdec.types import Draft, Verdict
 from specdec.uniforms import Uniforms
+
+
+class SiblingDraws(Enum):
+    """How the children of one node must have been drawn for a rule to be lossless."""
+
+    ANY = auto()  # each from what it reports, which may depend on its elder siblings
+    INDEPENDENT = auto()  # with replacement: all from one distribution
+    DISTINCT = auto()  # without replacement: no token twice
 
 
 class Verifier(ABC):
@@ -16,12 +25,20 @@ class Verifier(ABC):
     lossless: emitted tokens follow the target's distribution exactly.
     greedy_only: the rule is only right at temperature 0 (one-hot target distributions).
     accepts_trees: drafts with `parents` may be given.
+    siblings: what it takes for granted about drafts with `parents` that have probabilities.
+    tokenwise: drafts are chains judged one token after another, so that accepted ÷ examined estimates alpha.
+    coupled: tokens are chosen by the noise of their position (`Uniforms.choose`), and drafters may use the same.
     synthetic: acceptance is set, not earned; named so wherever it appears.
+
+    Drafts without probabilities are one-hot to every rule.
     """
 
     lossless: bool = True
     greedy_only: bool = False
     accepts_trees: bool = False
+    siblings: SiblingDraws = SiblingDraws.ANY
+    tokenwise: bool = True
+    coupled: bool = False
     synthetic: bool = False
 
     @abstractmethod

@@ -108,19 +108,27 @@ class _Coins:
         return possible[-1]
 
 
-def accepted_prefix(draft: Draft, accepted: Tensor) -> Tensor:
-    """How many tokens of each chain survive, given [B, K] bool per token: [B] int64. Padding never does."""
+def refuse_trees(draft: Draft) -> None:
+    """Raise `UsageError` for a draft with parents."""
     if draft.parents is not None:
         raise UsageError("a chain rule was given a draft with parents; choose a verifier that accepts trees")
+
+
+def accepted_prefix(draft: Draft, accepted: Tensor) -> Tensor:
+    """How many tokens of each chain survive, given [B, K] bool per token: [B] int64. Padding never does."""
+    refuse_trees(draft)
     drafted = torch.arange(draft.width) < draft.lengths[:, None]
     return (accepted & drafted.to(accepted.device)).long().cumprod(-1).sum(-1)
 
 
-def recovered_or_bonus_probs(draft: Draft, target_probs: Tensor, num_accepted: Tensor) -> Tensor:
+def recovered_or_bonus_probs(
+    draft: Draft, target_probs: Tensor, num_accepted: Tensor, weights: Tensor | None = None
+) -> Tensor:
     """Distribution of the token that ends the step, not normalised: [B, V].
 
     The residual where a drafted token was rejected, the target's own distribution where none was. A residual
     that is numerically empty (target and draft agree up to rounding) falls back to the target's distribution.
+    weights: [B], what the target counts in the residual, 1 where not given.
     """
     rows = torch.arange(len(target_probs), device=target_probs.device)
     target = target_probs[rows, num_accepted]
@@ -132,7 +140,7 @@ def recovered_or_bonus_probs(draft: Draft, target_probs: Tensor, num_accepted: T
         share = torch.zeros_like(target).scatter_(1, draft.tokens[rows, node].clamp(min=0)[:, None], 1)
     else:
         share = draft.probs[rows, node]
-    residual = (target - share).clamp_(min=0)
+    residual = (target if weights is None else target * weights[:, None]).sub(share).clamp_(min=0)
     owed = rejected & (residual.sum(-1) > 0)
     return torch.where(owed[:, None], residual, target)
 

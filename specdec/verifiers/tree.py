@@ -22,11 +22,12 @@ class GreedyTreeVerifier(Verifier):
 
     greedy_only = True
     accepts_trees = True
+    tokenwise = False
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`."""
         choice = target_probs.argmax(-1)  # [B, K + 1]
-        parents = _parents(draft)  # [B, K], as columns of `choice`: 0 is the root
+        parents = parent_columns(draft)  # [B, K], as columns of `choice`: 0 is the root
         valid = torch.arange(draft.width) < draft.lengths[:, None]
         valid = valid.to(choice.device)
         walked = _walked(draft.tokens, parents, valid, choice)  # [B, K + 1]
@@ -44,7 +45,8 @@ class GreedyTreeVerifier(Verifier):
         )
 
 
-def _parents(draft: Draft) -> Tensor:
+def parent_columns(draft: Draft) -> Tensor:
+    """Where each node's parent stands in `target_probs`, 0 the root: [B, K] int64. Padding has any."""
     if draft.parents is None:
         return torch.arange(draft.width, device=draft.tokens.device).expand(len(draft.tokens), -1)
     return draft.parents + 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specdec import hub
 from specdec.errors import UsageError
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -39,7 +41,22 @@ def read_rows(path: str, config: str | None, split: str, streaming: bool) -> Ite
         raise UsageError(f"{path} is no dataset file; its name must end in one of {', '.join(_READERS)}")
     if not _HUB_ID.fullmatch(path):
         raise UsageError(f"there is no file {path!r}, and a hub id reads owner/name; check workload.path")
-    return _named(path, _load_split(path, split, path=path, name=config, streaming=streaming))
+    with _without_network(not hub.in_reach()):
+        rows = _load_split(path, split, path=path, name=config, streaming=streaming)
+    return _named(path, rows)
+
+
+@contextmanager
+def _without_network(offline: bool) -> Iterator[None]:
+    """`datasets` with its cache alone: its own clients would try a hub that does not answer for half a minute."""
+    import datasets
+
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = before or offline
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def stem(path: str) -> str:
@@ -132,7 +149,7 @@ def _guarded(source: str, rows: Iterator[Mapping[str, Any]]) -> Iterator[Mapping
 def _refusal(source: str, error: Exception) -> UsageError:
     """One sentence for whatever `datasets` and the libraries below it raise; they share no base class."""
     reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-    reason = reason.rstrip(".")
+    reason = "it does not answer" if isinstance(error, ConnectionError) else reason.rstrip(".")
     if Path(source).expanduser().exists():
         return UsageError(f"{source} can't be read as a dataset ({reason}); check the file, its ending and its config")
     if type(error) is ValueError:  # how `datasets` answers a config it doesn't know; subclasses are other things

@@ -1,0 +1,133 @@
+"""Draft as many tokens as pay: the most expected tokens per predicted second, and none where plain decoding wins.
+
+SmartSpec (2406.14066) maximises goodput with a fitted model of step time and a running acceptance rate, and vLLM's
+adaptive verification follows it; here survival is learned per position and per request, what a drafter leaves
+unanswered is learned too, and what exploring costs is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specdec.controllers.base import Controller, Observation, refuse_lengths
+from specdec.controllers.learning import Chances, WorkloadPrior
+from specdec.costmodel import GUESS, StepCosts
+from specdec.errors import UsageError
+from specdec.types import StepRecord
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass
+class CostAwareState:
+    """One request: its own counts, the chances it began with, its last allowance, and seconds it may explore for."""
+
+    chances: Chances
+    prior: Floats
+    allowed: int = 0
+    credit_seconds: float = 0.0
+
+
+class CostAwareController(Controller):
+    """Maximises (Σ expected emitted tokens) ÷ (expected step seconds) over lengths 0 … `max_draft_tokens`.
+
+    One length for the whole batch: a forward is as wide as its longest row, so that a row gains nothing by asking for
+    less. forgetting: what one trial leaves of the weight of all earlier ones at its position. prior_weight: trials that
+    the workload's prior counts for in each request. probing: share of decoding time that may be spent on drafts that
+    are expected to lose, to notice when a request becomes predictable. prior: what requests share; None: an own one.
+    costs: where they are known; None: measured when the engine is built (`bind`), else guessed and corrected.
+    """
+
+    request_local = False
+
+    def __init__(
+        self,
+        max_draft_tokens: int = 16,
+        forgetting: float = 0.95,
+        prior_weight: float = 3.0,
+        probing: float = 0.005,
+        prior: WorkloadPrior | None = None,
+        costs: StepCosts | None = None,
+    ) -> None:
+        if not 0 <= forgetting <= 1:
+            raise UsageError(f"forgetting={forgetting} is not possible; use a value in [0, 1]")
+        if not prior_weight > 0:
+            raise UsageError(f"prior_weight={prior_weight} is not possible; it must be above 0")
+        if not 0 <= probing <= 1:
+            raise UsageError(f"probing={probing} is not possible; use a share of time in [0, 1], such as 0.005")
+        refuse_lengths(max_draft_tokens)
+        self.max_draft_tokens = max_draft_tokens
+        self.forgetting = forgetting
+        self.prior_weight = prior_weight
+        self.probing = probing
+        self.prior = WorkloadPrior() if prior is None else prior
+        self._known = costs
+        self._costs = GUESS if costs is None else costs
+        self._positions = np.arange(1, max_draft_tokens + 1)
+        self._tables: dict[int, Floats] = {}
+
+    def bind(self, measure: Callable[[], StepCosts]) -> None:
+        """Measure step costs, unless they were given."""
+        if self._known is None:
+            self._costs = measure()
+            self._tables.clear()
+
+    def init(self) -> Any:
+        """Nothing of its own yet."""
+        return CostAwareState(Chances(self.max_draft_tokens), self.prior.begin(self.max_draft_tokens))
+
+    def decide(self, states: Sequence[CostAwareState], observation: Observation) -> list[int]:
+        """The length of the best rate for all, as far as each request may still emit tokens."""
+        room = np.array([max(left - 1, 0) for left in observation.remaining])
+        emitted, seconds = self._outlook(states, room)
+        length = int(np.argmax(emitted / seconds))
+        if length == 0:
+            length = self._probe(states, emitted, seconds)
+        allowed: list[int] = np.minimum(room, length).tolist()
+        for state, limit in zip(states, allowed, strict=True):
+            state.allowed = limit
+        return allowed
+
+    def update(self, state: CostAwareState, step: StepRecord) -> CostAwareState:
+        """Learn from one decode step: chances for the request and its workload, step time for the machine."""
+        if step.step == 0:
+            return state
+        state.chances.record(step.num_accepted, step.num_drafted, state.allowed, self.forgetting)
+        self.prior.record(step.num_accepted, step.num_drafted, state.allowed)
+        if step.batch_size == 1 and step.num_drafted <= state.allowed:  # a row knows no batch's width, no tree's depth
+            self.prior.times.record(step.num_drafted, step.seconds / self._table(1)[step.num_drafted])
+        return state
+
+    def _outlook(self, states: Sequence[CostAwareState], room: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
+        """Expected tokens of the batch, and expected seconds of the step, by length allowed: [max_draft_tokens + 1]."""
+        means = np.array([state.chances.means(state.prior, self.prior_weight) for state in states])  # [B, 2, K]
+        means *= self._positions <= room[:, None, None]
+        survival, answers = means.cumprod(axis=2).swapaxes(0, 1)  # [B, K] each
+        wider = 1 - (1 - answers).prod(axis=0)  # chance that some row has a draft that long
+        times = self._table(len(states)) * self.prior.times.factors(self.max_draft_tokens)
+        emitted = np.full(len(times), float(len(states)))
+        emitted[1:] += survival.sum(axis=0).cumsum()
+        seconds = np.full(len(times), times[0])
+        seconds[1:] += self._costs.draft_fixed_seconds * (1 - wider[0])  # asked, and nothing to say
+        seconds[1:] += (wider * (times[1:] - times[:-1])).cumsum()
+        return emitted, seconds
+
+    def _probe(self, states: Sequence[CostAwareState], emitted: Floats, seconds: Floats) -> int:
+        """1 where plain decoding has saved up enough for a draft that is expected to lose, else 0."""
+        loss = seconds[1] - seconds[0] * emitted[1] / emitted[0]
+        probe = sum(state.credit_seconds for state in states) >= len(states) * loss
+        for state in states:
+            state.credit_seconds += self.probing * seconds[0] - (loss if probe else 0.0)
+        return int(probe)
+
+    def _table(self, batch_size: int) -> Floats:
+        """Predicted seconds by draft length, [max_draft_tokens + 1], before corrections."""
+        if batch_size not in self._tables:
+            lengths = range(self.max_draft_tokens + 1)
+            self._tables[batch_size] = np.array([self._costs.seconds(n, batch_size=batch_size) for n in lengths])
+        return self._tables[batch_size]

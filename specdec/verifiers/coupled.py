@@ -1,0 +1,46 @@
+"""Drafter-invariant verification: what is emitted is decided by the noise of each position, whoever drafted.
+
+Daliri, Musco, Suresh 2408.07978, "Coupling without Communication and Drafter-Invariant Speculative Decoding". The
+target's choice at a position is the winner of a race that depends on (seed, request, position) alone, see
+`Uniforms.choose`; a draft token stays if it is that choice. A sampled run is therefore the same token for token under
+every drafter and every gamma, plain decoding with this rule included.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specdec.types import Draft, Verdict
+from specdec.uniforms import Uniforms
+from specdec.verifiers.base import Verifier
+from specdec.verifiers.rejection import chain_verdict, refuse_trees
+
+
+class CoupledVerifier(Verifier):
+    """Accept while the draft equals the target's choice; the token after is the choice itself.
+
+    Lossless: the noise of a position is independent of everything before it. A deterministic draft is accepted as often
+    as by token-wise rejection; a sampled one at least (1 - TV) / (1 + TV) of the time if it is drawn by
+    `Uniforms.draft`, which then runs the same race. Draft probabilities are not looked at.
+    """
+
+    coupled = True
+
+    def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
+        """See `Verifier.verify`. Raises `UsageError` for trees."""
+        refuse_trees(draft)
+        num_accepted = torch.zeros_like(draft.lengths, device=target_probs.device)
+        next_token = torch.empty_like(num_accepted)
+        rows = torch.arange(len(next_token), device=target_probs.device)
+        for node in range(draft.width + 1):
+            chosen = uniforms.select(rows.tolist()).choose(target_probs[rows, node], node)
+            next_token[rows] = chosen
+            if node == draft.width:
+                break
+            drafted = draft.lengths.to(rows.device)[rows] > node
+            rows = rows[drafted & (draft.tokens[rows, node] == chosen)]
+            if len(rows) == 0:
+                break
+            num_accepted[rows] += 1
+        return chain_verdict(draft, num_accepted, next_token)

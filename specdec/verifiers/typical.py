@@ -1,0 +1,53 @@
+"""Typical acceptance: keep what the target finds plausible. Lossy, and declared so."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from specdec.errors import UsageError
+from specdec.sampling import entropy_bits, sample, token_probs
+from specdec.types import Draft, Verdict
+from specdec.uniforms import Purpose, Uniforms
+from specdec.verifiers.base import Verifier
+from specdec.verifiers.rejection import accepted_prefix, chain_verdict
+
+
+class TypicalVerifier(Verifier):
+    """Accept a token if P(token) > min(epsilon, delta · exp(-H(P))), H in nats. The token after is drawn from P.
+
+    Cai et al. 2401.10774 (Medusa), section 3.3.2, as published code has it: their candidates begin with a token of the
+    target's own, which is always accepted; here that token has been emitted already, as the last step's recovered or
+    bonus token, so every drafted token is put to the test. At temperature 0 it decides exactly as `GreedyVerifier`.
+
+    Lossy: the draft's distribution leaks into the output. How much depends on both models and is measured, not bounded.
+    """
+
+    lossless = False
+
+    def __init__(self, epsilon: float = 0.09, delta: float = 0.3) -> None:
+        for name, value in {"epsilon": epsilon, "delta": delta}.items():
+            if not 0 <= value <= 1:
+                raise UsageError(f"{name}={value} is not a probability threshold; it must be in [0, 1]")
+        self.epsilon = epsilon
+        self.delta = delta
+
+    def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
+        """See `Verifier.verify`. Raises `UsageError` for trees."""
+        num_accepted = accepted_prefix(draft, self._typical(draft, target_probs))
+        rows = torch.arange(len(target_probs), device=target_probs.device)
+        next_token = sample(target_probs[rows, num_accepted], uniforms.draw(Purpose.TARGET, 0, 1)[:, 0])
+        return chain_verdict(draft, num_accepted, next_token)
+
+    def _typical(self, draft: Draft, target_probs: Tensor) -> Tensor:
+        """[B, K] bool. Entropies are taken only where they decide: H lies in [0, ln V]."""
+        target = token_probs(target_probs[:, : draft.width], draft.tokens)  # [B, K]
+        typical = target > self.epsilon
+        possible = typical | (target > self.delta / target_probs.shape[-1])
+        reached = torch.arange(draft.width, device=target.device) < accepted_prefix(draft, possible)[:, None]
+        rows, nodes = (reached & ~typical).nonzero(as_tuple=True)
+        nats = entropy_bits(target_probs[rows, nodes]) * math.log(2)
+        typical[rows, nodes] = target[rows, nodes] > self.delta * torch.exp(-nats)
+        return typical
