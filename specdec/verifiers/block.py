@@ -20,7 +20,8 @@ from specdec.sampling import sample, token_probs
 from specdec.types import Draft, Verdict
 from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
-from specdec.verifiers.rejection import chain_verdict, recovered_or_bonus_probs, refuse_trees
+from specdec.verifiers.greedy import GreedyVerifier
+from specdec.verifiers.rejection import chain_verdict, is_certain, recovered_or_bonus_probs, refuse_trees
 
 
 class BlockVerifier(Verifier):
@@ -34,7 +35,9 @@ class BlockVerifier(Verifier):
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`. Raises `UsageError` for trees."""
         refuse_trees(draft)
-        weights = prefix_weights(draft, target_probs)  # [B, K + 1]
+        if is_certain(draft, target_probs):
+            return GreedyVerifier().verify(draft, target_probs, uniforms)
+        weights = _prefix_weights(draft, target_probs)  # [B, K + 1]
         num_accepted = _longest_kept(draft, target_probs, weights, uniforms.draw(Purpose.ACCEPT, 0, draft.width))
         weight = weights.gather(1, num_accepted[:, None])[:, 0]
         distribution = recovered_or_bonus_probs(draft, target_probs, num_accepted, weight)
@@ -42,7 +45,7 @@ class BlockVerifier(Verifier):
         return chain_verdict(draft, num_accepted, next_token)
 
 
-def prefix_weights(draft: Draft, target_probs: Tensor) -> Tensor:
+def _prefix_weights(draft: Draft, target_probs: Tensor) -> Tensor:
     """p of every prefix, the empty one first: [B, K + 1]."""
     ratios = token_probs(target_probs[:, : draft.width], draft.tokens)  # [B, K]
     if draft.probs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from specdec.sampling import argmax
 from specdec.types import Draft, Verdict
 from specdec.uniforms import Uniforms
 from specdec.verifiers.base import Verifier
@@ -20,6 +21,6 @@ class GreedyVerifier(Verifier):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`. Raises `UsageError` for trees."""
-        choice = target_probs.argmax(-1)  # [B, K + 1]
+        choice = argmax(target_probs)  # [B, K + 1]
         num_accepted = accepted_prefix(draft, draft.tokens == choice[:, : draft.width])
         return chain_verdict(draft, num_accepted, choice.gather(1, num_accepted[:, None])[:, 0])

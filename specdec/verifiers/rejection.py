@@ -53,6 +53,11 @@ def _is_small(target_probs: Tensor) -> bool:
     return target_probs.device.type == "cpu" and target_probs.shape[-1] <= _FEW_TOKENS
 
 
+def is_certain(draft: Draft, target_probs: Tensor) -> bool:
+    """Whether draft and target are one-hot and few tokens matter: then greedy verification decides the same, sooner."""
+    return draft.probs is None and _is_small(target_probs) and bool((target_probs.amax(-1) == 1).all())
+
+
 def _one_by_one(draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
     """The rule for deterministic drafts as the papers write it, one row and one token after another."""
     tokens, lengths, probs = draft.tokens.tolist(), draft.lengths.tolist(), target_probs.tolist()
@@ -70,7 +75,7 @@ def _one_by_one(draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdi
     paths = [[*range(count), *[PADDING] * (draft.width - count)] for count in counts]
     examined = [min(count + 1, length) for count, length in zip(counts, lengths, strict=True)]
     return Verdict(
-        torch.tensor(paths, dtype=torch.long).reshape(len(counts), draft.width),
+        torch.tensor(paths, dtype=torch.long),
         *(torch.tensor(values) for values in (counts, examined, next_tokens)),
     )
 

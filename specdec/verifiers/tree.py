@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.sampling import argmax
 from specdec.types import PADDING, Draft, Verdict
 from specdec.uniforms import Uniforms
 from specdec.verifiers.base import Verifier
@@ -26,7 +27,7 @@ class GreedyTreeVerifier(Verifier):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`."""
-        choice = target_probs.argmax(-1)  # [B, K + 1]
+        choice = argmax(target_probs)  # [B, K + 1]
         parents = parent_columns(draft)  # [B, K], as columns of `choice`: 0 is the root
         valid = torch.arange(draft.width) < draft.lengths[:, None]
         valid = valid.to(choice.device)

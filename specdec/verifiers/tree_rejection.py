@@ -19,7 +19,8 @@ from specdec.sampling import sample
 from specdec.types import PADDING, Draft, Verdict
 from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
-from specdec.verifiers.tree import parent_columns
+from specdec.verifiers.rejection import is_certain
+from specdec.verifiers.tree import GreedyTreeVerifier, parent_columns
 
 
 @dataclass(frozen=True)
@@ -71,38 +72,40 @@ class TreeRejectionVerifier(Verifier):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`."""
+        if is_certain(draft, target_probs):
+            return GreedyTreeVerifier().verify(draft, target_probs, uniforms)
+        path, num_examined, owed = self._walk(draft, target_probs, uniforms.draw(Purpose.ACCEPT, 0, draft.width))
+        return Verdict(
+            path=path,
+            num_accepted=(path != PADDING).sum(-1),
+            num_examined=num_examined,
+            next_token=sample(owed, uniforms.draw(Purpose.TARGET, 0, 1)[:, 0]),
+        )
+
+    def _walk(self, draft: Draft, target_probs: Tensor, coins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One depth after the other, rows that have ended left behind: path [B, K], examined [B], owed [B, V]."""
         batch, device = len(target_probs), target_probs.device
-        coins = uniforms.draw(Purpose.ACCEPT, 0, draft.width)
         inside = (torch.arange(draft.width) < draft.lengths[:, None]).to(device)
         parents = parent_columns(draft).masked_fill(~inside, PADDING)
         at = torch.zeros(batch, dtype=torch.long, device=device)  # column of target_probs: 0 is the root
-        path: list[Tensor] = []
-        num_examined = torch.zeros_like(at)
+        num_examined, path = torch.zeros_like(at), torch.full_like(parents, PADDING)
         owed = torch.empty_like(target_probs[:, 0])
         rows = torch.arange(batch, device=device)
-        while len(rows):
-            target = target_probs[rows, at[rows]]
+        while True:
+            owed[rows] = target_probs[rows, at[rows]]
             nodes = _children(parents[rows], at[rows])  # [R, C], K past a row's own
             has_child = (nodes < draft.width).any(-1)
-            owed[rows[~has_child]] = target[~has_child]
-            rows, nodes, target = rows[has_child], nodes[has_child], target[has_child]
+            rows, nodes = rows[has_child], nodes[has_child]
             if len(rows) == 0:
-                break
-            chosen = self.choose(_siblings(draft, target, coins, rows, nodes))
+                return path, num_examined, owed
             num_examined[rows] += 1
+            chosen = self.choose(_siblings(draft, owed[rows], coins, rows, nodes))
             stays = chosen.child >= 0
             owed[rows[~stays]] = chosen.owed[~stays]
             kept = nodes.gather(1, chosen.child.clamp(min=0)[:, None])[stays, 0]
             rows = rows[stays]
             at[rows] = kept + 1
-            path.append(torch.full_like(num_examined, PADDING).index_copy_(0, rows, kept))
-        nodes_kept = torch.stack(path, dim=1) if path else at.new_empty(batch, 0)
-        return Verdict(
-            path=nodes_kept,
-            num_accepted=(nodes_kept != PADDING).sum(-1),
-            num_examined=num_examined,
-            next_token=sample(owed, uniforms.draw(Purpose.TARGET, 0, 1)[:, 0]),
-        )
+            path[rows, num_examined[rows] - 1] = kept
 
 
 def _children(parents: Tensor, at: Tensor) -> Tensor:
@@ -110,7 +113,7 @@ def _children(parents: Tensor, at: Tensor) -> Tensor:
     width = parents.shape[1]
     below = parents == at[:, None]
     nodes = torch.where(below, torch.arange(width, device=parents.device), width).sort(-1).values
-    return nodes[:, : int(below.sum(-1).amax())] if width else nodes
+    return nodes[:, : int(below.sum(-1).amax())] if below.numel() else nodes
 
 
 def _siblings(draft: Draft, target: Tensor, coins: Tensor, rows: Tensor, nodes: Tensor) -> Siblings:

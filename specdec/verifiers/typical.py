@@ -12,7 +12,7 @@ from specdec.sampling import entropy_bits, sample, token_probs
 from specdec.types import Draft, Verdict
 from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
-from specdec.verifiers.rejection import accepted_prefix, chain_verdict
+from specdec.verifiers.rejection import chain_verdict, refuse_trees
 
 
 class TypicalVerifier(Verifier):
@@ -36,18 +36,23 @@ class TypicalVerifier(Verifier):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`. Raises `UsageError` for trees."""
-        num_accepted = accepted_prefix(draft, self._typical(draft, target_probs))
-        rows = torch.arange(len(target_probs), device=target_probs.device)
+        refuse_trees(draft)
+        target = token_probs(target_probs[:, : draft.width], draft.tokens)  # [B, K]
+        num_accepted = torch.zeros_like(draft.lengths, device=target.device)
+        rows = torch.arange(len(target), device=target.device)
+        for node in range(draft.width):
+            rows = rows[draft.lengths.to(rows.device)[rows] > node]
+            rows = rows[self._typical(target[rows, node], target_probs, rows, node)]
+            num_accepted[rows] += 1
+        rows = torch.arange(len(target), device=target.device)
         next_token = sample(target_probs[rows, num_accepted], uniforms.draw(Purpose.TARGET, 0, 1)[:, 0])
         return chain_verdict(draft, num_accepted, next_token)
 
-    def _typical(self, draft: Draft, target_probs: Tensor) -> Tensor:
-        """[B, K] bool. Entropies are taken only where they decide: H lies in [0, ln V]."""
-        target = token_probs(target_probs[:, : draft.width], draft.tokens)  # [B, K]
-        typical = target > self.epsilon
-        possible = typical | (target > self.delta / target_probs.shape[-1])
-        reached = torch.arange(draft.width, device=target.device) < accepted_prefix(draft, possible)[:, None]
-        rows, nodes = (reached & ~typical).nonzero(as_tuple=True)
-        nats = entropy_bits(target_probs[rows, nodes]) * math.log(2)
-        typical[rows, nodes] = target[rows, nodes] > self.delta * torch.exp(-nats)
+    def _typical(self, probs: Tensor, target_probs: Tensor, rows: Tensor, node: int) -> Tensor:
+        """[R] bool for the probabilities [R] of one node's tokens. Entropies, in [0, ln V], only where they decide."""
+        typical = probs > self.epsilon
+        doubtful = (~typical & (probs > self.delta / target_probs.shape[-1])).nonzero()[:, 0]
+        if len(doubtful):
+            nats = entropy_bits(target_probs[rows[doubtful], node]) * math.log(2)
+            typical[doubtful] = probs[doubtful] > self.delta * torch.exp(-nats)
         return typical

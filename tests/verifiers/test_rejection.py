@@ -7,23 +7,21 @@ from torch import Tensor
 
 from specdec.errors import UsageError
 from specdec.sampling import one_hot, probabilities, sample
+from specdec.testing.exact import (
+    LatticeUniforms,
+    build_draft,
+    build_target,
+    chi_square_p_value,
+    emission,
+    emitted_tokens,
+    total_variation,
+)
+from specdec.testing.languages import constant, joint, lattice_language
 from specdec.types import PADDING, Draft, SamplingParams, Verdict
 from specdec.uniforms import Purpose, Uniforms, request_key
 from specdec.verifiers import rejection
 from specdec.verifiers.greedy import GreedyVerifier
 from specdec.verifiers.rejection import RejectionVerifier, accepted_prefix, chain_verdict
-from tests.exact import (
-    LatticeUniforms,
-    build_draft,
-    build_target,
-    chi_square_p_value,
-    constant,
-    emission,
-    emitted_tokens,
-    joint,
-    lattice_language,
-    total_variation,
-)
 
 EXACT = 1e-12
 P3, Q3 = (0.5, 0.25, 0.25), (0.25, 0.25, 0.5)
@@ -80,7 +78,7 @@ def test_ragged_drafts_that_look_only_back_keep_the_distribution() -> None:
 
 def test_dropping_a_token_after_seeing_it_is_caught() -> None:
     target, draft = constant(0.7, 0.3), constant(0.5, 0.5)
-    emitted = emission(RejectionVerifier(), target, draft, 1, resolution=10, submit=lambda chain: 1 - chain[0])
+    emitted = emission(RejectionVerifier(), target, draft, 1, submit=lambda chain: 1 - chain[0])
     np.testing.assert_allclose(emitted.joint.sum(1), [0.85, 0.15], atol=EXACT)
 
 
