@@ -22,6 +22,8 @@ from specdec.types import StepRecord
 
 Floats = npt.NDArray[np.float64]
 
+_PLAIN_STEP_CHARGE = 0.3
+
 
 @dataclass
 class CostAwareState:
@@ -38,9 +40,9 @@ class CostAwareController(Controller):
 
     One length for the whole batch: a forward is as wide as its longest row, so that a row gains nothing by asking for
     less. forgetting: what one trial leaves of the weight of all earlier ones at its position. prior_weight: trials that
-    the workload's prior counts for in each request. probing: share of decoding time that may be spent on drafts that
-    are expected to lose, to notice when a request becomes predictable. prior: what requests share; None: an own one.
-    costs: where they are known; None: measured when the engine is built (`bind`), else guessed and corrected.
+    the workload's prior counts for in each request. probing: share of decoding time that may be spent on steps
+    that are expected to lose, to notice when a request becomes predictable, or drafting expensive. prior: what requests
+    share; None: an own one. costs: where they are known; None: measured (`bind`), else guessed, and corrected.
     """
 
     request_local = False
@@ -85,9 +87,7 @@ class CostAwareController(Controller):
         """The length of the best rate for all, as far as each request may still emit tokens."""
         room = np.array([max(left - 1, 0) for left in observation.remaining])
         emitted, seconds = self._outlook(states, room)
-        length = int(np.argmax(emitted / seconds))
-        if length == 0:
-            length = self._probe(states, emitted, seconds)
+        length = self._explored(states, int(np.argmax(emitted / seconds)), emitted, seconds)
         allowed: list[int] = np.minimum(room, length).tolist()
         for state, limit in zip(states, allowed, strict=True):
             state.allowed = limit
@@ -117,13 +117,21 @@ class CostAwareController(Controller):
         seconds[1:] += (wider * (times[1:] - times[:-1])).cumsum()
         return emitted, seconds
 
-    def _probe(self, states: Sequence[CostAwareState], emitted: Floats, seconds: Floats) -> int:
-        """1 where plain decoding has saved up enough for a draft that is expected to lose, else 0."""
-        loss = seconds[1] - seconds[0] * emitted[1] / emitted[0]
-        probe = sum(state.credit_seconds for state in states) >= len(states) * loss
+    def _explored(self, states: Sequence[CostAwareState], best: int, emitted: Floats, seconds: Floats) -> int:
+        """The best length, or where enough time has been saved up for what that is expected to lose, the other kind.
+
+        One draft token where plain decoding is best, to see whether it still is; none where drafting is, for without
+        a plain step now and then a slow machine and an expensive draft look the same. That teaches nothing else, so it
+        is charged for a part of its duration even where it loses less.
+        """
+        other = int(best == 0)
+        loss = seconds[other] - seconds[best] * emitted[other] / emitted[best]
+        if other == 0:
+            loss = max(loss, _PLAIN_STEP_CHARGE * seconds[0])
+        explores = sum(state.credit_seconds for state in states) >= len(states) * loss
         for state in states:
-            state.credit_seconds += self.probing * seconds[0] - (loss if probe else 0.0)
-        return int(probe)
+            state.credit_seconds += self.probing * seconds[0] - (loss if explores else 0.0)
+        return other if explores else best
 
     def _table(self, batch_size: int) -> Floats:
         """Predicted seconds by draft length, [max_draft_tokens + 1], before corrections."""

@@ -45,24 +45,31 @@ class Chances:
 class StepTimes:
     """How far step times are from what was predicted: a factor per draft length, relative to plain decoding's.
 
-    The machine's general speed is followed quickly and separately, so that a slow minute is not blamed on a length.
-    Single steps are clipped at ± 20 %: interruptions say nothing about a length.
+    Steps of the same length in a row tell how fast the machine is now; only a change of length tells about lengths,
+    so that a slow minute is not blamed on one. Single steps are clipped at about ± 30 %: interruptions say nothing.
     """
 
     def __init__(self) -> None:
-        self._level: float | None = None
-        self._deviations: dict[int, tuple[float, int]] = {}  # length → (log factor, steps seen)
+        self._level = math.nan
+        self._last = 0
+        self._deviations: dict[int, tuple[float, int]] = {}  # length → (log factor, changes seen)
 
     def record(self, length: int, ratio: float) -> None:
         """ratio: measured ÷ predicted seconds of a step that drafted `length` tokens."""
-        found = math.log(max(ratio, 1e-9))
-        if self._level is None:
+        found = math.log(max(ratio, 1e-9)) - self._deviations.get(length, (0.0, 0))[0]
+        if math.isnan(self._level):
             self._level = found
-        deviation, seen = self._deviations.get(length, (0.0, 0))
-        surprise = min(max(found - self._level - deviation, -0.2), 0.2)
+        surprise = min(max(found - self._level, -0.3), 0.3)
         self._level += 0.1 * surprise
+        if length != self._last:
+            self._blame(length, surprise)
+            self._blame(self._last, -surprise)
+        self._last = length
+
+    def _blame(self, length: int, surprise: float) -> None:
         if length > 0:
-            self._deviations[length] = (deviation + surprise / min(seen + 20, 100), seen + 1)
+            deviation, seen = self._deviations.get(length, (0.0, 0))
+            self._deviations[length] = (deviation + surprise / min(seen + 8, 100), seen + 1)
 
     def factors(self, max_length: int) -> Floats:
         """What predictions are to be multiplied by, [max_length + 1], the general speed included.
@@ -71,7 +78,7 @@ class StepTimes:
         """
         known = sorted(self._deviations)
         deviations = [0.0, *(self._deviations[length][0] for length in known)]
-        logs: Floats = np.interp(np.arange(max_length + 1), [0, *known], deviations) + (self._level or 0.0)
+        logs: Floats = np.interp(np.arange(max_length + 1), [0, *known], deviations) + np.nan_to_num(self._level)
         return np.exp(logs)
 
 

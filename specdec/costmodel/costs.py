@@ -43,7 +43,7 @@ class StepCosts:
         right = max(right, 1)
         (n0, n1), (t0, t1) = self.num_tokens[right - 1 : right + 1], self.step_seconds[right - 1 : right + 1]
         slope = (t1 - t0) / (n1 - n0)
-        return t0 + (max(slope, 0.0) if num_tokens > n1 else slope) * (num_tokens - n0)
+        return t1 + (max(slope, 0.0) if num_tokens > n1 else slope) * (num_tokens - n1)
 
     @property
     def c(self) -> float:

@@ -76,9 +76,7 @@ def gamma_figure(table: pd.DataFrame) -> Figure:
     return finish(figure, axes, "Speedup by workload and draft length", caption(table, *notes))
 
 
-def speedup_by_gamma(
-    table: pd.DataFrame, predicted: pd.DataFrame, ax: Axes, drafter: str, norm: TwoSlopeNorm | None = None
-) -> None:
+def speedup_by_gamma(table: pd.DataFrame, predicted: pd.DataFrame, ax: Axes, drafter: str, norm: TwoSlopeNorm) -> None:
     """One heat map: rows workloads by entropy, columns lengths with 0 first; a frame round the best measured cell, a
     star in the best predicted one. predicted: `metrics.predicted_speedups` of this drafter."""
     rows = fixed_lengths(table)
@@ -89,11 +87,12 @@ def speedup_by_gamma(
     theory = predicted.pivot_table(index="run_id", columns=LENGTH, values="predicted_speedup").reindex(cells.index)
     theory.insert(0, 0, 1.0)
     lengths = list(cells.columns)
-    ax.imshow(cells.to_numpy(), aspect="auto", cmap="RdYlGn", norm=norm or TwoSlopeNorm(1.0, 0.5, 4.0))
+    ax.imshow(cells.to_numpy(), aspect="auto", cmap="RdYlGn", norm=norm)
     for y, run in enumerate(cells.index):
         for x, value in enumerate(cells.loc[run]):
             if not np.isnan(value):
-                ax.text(x, y - 0.18, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=INK)
+                ink = "white" if norm(value) > 0.85 else INK
+                ax.text(x, y - 0.18, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=ink)
         measured = lengths.index(cells.loc[run].idxmax())
         ax.add_patch(Rectangle((measured - 0.47, y - 0.46), 0.94, 0.92, gid="measured", zorder=3, **_MEASURED))
         ax.plot(lengths.index(theory.loc[run].idxmax()), y + 0.22, gid="predicted", **_PREDICTED)
