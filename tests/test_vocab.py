@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from specdec.errors import UsageError
+from specdec.models.draft_vocabulary import DraftVocabulary
 from specdec.models.tokenizer import Tokenizer
-from specdec.models.vocab import align, fit_logits
+from specdec.models.vocab import ReducedIds, SameIds, shared_ids
 from specdec.types import Prompt
 from tests.conftest import REAL_VOCAB_SIZE, SPECIAL_TOKENS, make_tokenizer
 
@@ -21,26 +22,25 @@ class Vocabulary:
 
 
 def test_same_tokenizer_shares_every_real_id() -> None:
-    assert align(make_tokenizer(), Tokenizer(make_tokenizer(), "target"), "draft", "target") == REAL_VOCAB_SIZE
+    assert shared_ids(make_tokenizer(), Tokenizer(make_tokenizer(), "target")) == REAL_VOCAB_SIZE
 
 
 def test_one_vocabulary_may_go_on_where_the_other_ends() -> None:
     longer = make_tokenizer((*SPECIAL_TOKENS, "<think>"))
-    assert align(make_tokenizer(), longer, "draft", "target") == REAL_VOCAB_SIZE
-    assert align(longer, make_tokenizer(), "draft", "target") == REAL_VOCAB_SIZE
+    assert shared_ids(make_tokenizer(), longer) == REAL_VOCAB_SIZE
+    assert shared_ids(longer, make_tokenizer()) == REAL_VOCAB_SIZE
 
 
 @pytest.mark.parametrize(
-    ("draft", "agreeing"),
+    "draft",
     [
-        (Vocabulary("a", "b", "d"), "2 of 3"),  # another token on the same id
-        (Vocabulary("b", "a", "c"), "1 of 3"),  # two tokens swapped
-        (Vocabulary("a", "b", "x", "c"), "2 of 4"),  # one moved up
+        Vocabulary("a", "b", "d"),  # another token on the same id
+        Vocabulary("b", "a", "c"),  # two tokens swapped
+        Vocabulary("a", "b", "x", "c"),  # one moved up
     ],
 )
-def test_different_tokenizers_are_refused_by_name(draft: Vocabulary, agreeing: str) -> None:
-    with pytest.raises(UsageError, match=f"draft small and the target big .*{agreeing} ids agree"):
-        align(draft, Vocabulary("a", "b", "c"), "small", "big")
+def test_different_tokenizers_share_no_ids(draft: Vocabulary) -> None:
+    assert shared_ids(draft, Vocabulary("a", "b", "c")) is None
 
 
 @pytest.mark.parametrize(("draft_size", "target_size"), [(10, 10), (10, 12), (12, 10), (8, 12), (12, 8), (7, 9)])
@@ -48,16 +48,27 @@ def test_padding_gets_no_mass(draft_size: int, target_size: int) -> None:
     num_real = 8
     logits = torch.randn(2, 3, draft_size)
     logits[..., num_real:] = 50.0  # what a bug would let through
-    fitted = fit_logits(logits, num_real, target_size)
-    shared = min(num_real, draft_size)
-    assert fitted.shape == (2, 3, target_size)
-    assert torch.equal(fitted[..., :shared], logits[..., :shared])
-    assert fitted.softmax(-1)[..., shared:].sum() == 0
+    ids, shared = SameIds(num_real, target_size), min(num_real, draft_size)
+    expanded = ids.expand(logits)
+    assert expanded.shape == (2, 3, target_size)
+    assert torch.equal(expanded[..., :shared], logits[..., :shared])
+    assert expanded.softmax(-1)[..., shared:].sum() == 0
+    assert torch.equal(ids.choose(logits), logits[..., :shared].argmax(-1))
 
 
 def test_equal_vocabularies_are_not_copied() -> None:
     logits = torch.randn(2, 8)
-    assert fit_logits(logits, 8, 8) is logits
+    assert SameIds(8, 8).expand(logits) is logits
+
+
+def test_a_reduced_vocabulary_means_the_targets_ids() -> None:
+    ids, logits = torch.tensor([5, 0, 3]), torch.tensor([[1.0, 2.0, 0.5], [0.0, -1.0, 4.0]])
+    reduced = ReducedIds(DraftVocabulary(ids), 7)
+    assert reduced.choose(logits).tolist() == [0, 3]
+    expanded = reduced.expand(logits)
+    assert torch.equal(expanded[:, ids], logits)
+    assert expanded.isinf().sum() == 2 * 4
+    assert torch.equal(reduced.choose(logits), expanded.argmax(-1))
 
 
 def test_text_round_trips_through_the_tokenizer() -> None:

@@ -117,15 +117,16 @@ def harvest(target: LoadedModel, prompts: Sequence[Prompt], plan: HarvestPlan, f
 
 def _batches(target: LoadedModel, prompts: Sequence[Prompt], plan: HarvestPlan) -> list[list[Request]]:
     """Requests of similar length together, in an order that mixes kinds again."""
+    limit = min(plan.max_prompt_tokens, target.model.max_positions - 1)
     requests = []
     for index, prompt in enumerate(prompts):
         temperature = plan.temperatures[index % len(plan.temperatures)]
         sampling = SamplingParams(temperature=temperature, seed=plan.seed)
         request = to_request(replace(prompt, max_new_tokens=plan.max_new_tokens, stop=()), sampling, target)
-        if len(request.prompt_ids) <= plan.max_prompt_tokens:
+        if len(request.prompt_ids) <= limit:
             requests.append(request)
     if not requests:
-        raise UsageError(f"every prompt is longer than max_prompt_tokens={plan.max_prompt_tokens}; raise it")
+        raise UsageError(f"every prompt is longer than max_prompt_tokens={limit}; raise it, or take another target")
     requests.sort(key=lambda request: len(request.prompt_ids))
     batches = [requests[start : start + plan.batch_size] for start in range(0, len(requests), plan.batch_size)]
     order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(plan.seed)).tolist()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
@@ -85,13 +85,16 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; `inputs` may be wider than the model."""
 
-    def __init__(self, config: TransformerConfig, inputs: int) -> None:
+    def __init__(self, config: TransformerConfig, inputs: int, *, qk_norm: bool = False) -> None:
         super().__init__()
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(inputs, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(inputs, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(inputs, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.output_bias)
+        self.q_norm, self.k_norm = (
+            Norm(config.head_dim, config.norm_eps) if qk_norm else nn.Identity() for _ in range(2)
+        )
         self._head_dim = config.head_dim
 
     def project(self, x: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,7 +102,8 @@ class Attention(nn.Module):
         queries, keys, values = (
             projection(x).unflatten(-1, (-1, self._head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return rotate(queries).transpose(1, 2), rotate(keys).transpose(1, 2), values.transpose(1, 2)
+        queries, keys = rotate(self.q_norm(queries)), rotate(self.k_norm(keys))
+        return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
     def mix(self, attended: Tensor) -> Tensor:
         """[B, H, T, D] → [B, T, d]."""
@@ -128,7 +132,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
-        self.self_attn = Attention(config, config.hidden_size)
+        self.self_attn = Attention(config, config.hidden_size, qk_norm=config.qk_norm)
         self.post_attention_layernorm = Norm(config.hidden_size, config.norm_eps)
         self.mlp = FeedForward(config)
 
@@ -178,7 +182,7 @@ class ShallowNetwork(nn.Module):
 class EagleNetwork(nn.Module):
     """EAGLE-3's head (Li et al. 2503.01840): fused features and the next token's embedding through one layer.
 
-    Input t is (features of token t, token t + 1), and the output predicts token t + 2.
+    Input t is (features of token t, token t + 1), and the output predicts token t + 2. No projection has a bias.
     """
 
     def __init__(self, config: TransformerConfig, frozen: Frozen, num_features: int) -> None:
@@ -186,8 +190,9 @@ class EagleNetwork(nn.Module):
         d, eps = config.hidden_size, config.norm_eps
         self.fc = nn.Linear(num_features * d, d, bias=False)
         self.embed_norm, self.feature_norm, self.ffn_norm, self.norm = (Norm(d, eps) for _ in range(4))
-        self.attention = Attention(config, 2 * d)
-        self.mlp = FeedForward(config)
+        plain = replace(config, qkv_bias=False, output_bias=False, mlp_bias=False)
+        self.attention = Attention(plain, 2 * d)
+        self.mlp = FeedForward(plain)
         self._eps, self._groups = eps, config.groups
         self._positions = config.positions.build(d, config.head_dim, frozen.embedding.device)
         self._frozen = frozen

@@ -32,12 +32,17 @@ class AutoregressiveDrafter(Drafter):
     _cache: Cache
 
     def reserve(self, num_slots: int, capacity: int) -> None:
-        """Allocate the draft model's own cache."""
+        """Allocate the draft model's own cache. Raises `UsageError` where it can't roll back, or not hold so many."""
         if self.model.max_batch is not None and num_slots > self.model.max_batch:
             raise UsageError(
                 f"draft {self.name} takes at most {self.model.max_batch} sequences at once, not {num_slots}"
             )
         self._cache = self.model.new_cache(num_slots, capacity)
+        if not self._cache.can_rollback:
+            raise UsageError(
+                f"draft {self.name} cannot roll back rejected tokens ({', '.join(self._cache.unable) or 'its cache'}); "
+                f"choose a draft with attention in every layer"
+            )
 
     def begin(self, context: DraftContext, hidden: Sequence[Tensor] | None) -> None:
         """Forget the slots' earlier requests and read the prompts; the first emitted token is left to `propose`."""

@@ -47,14 +47,11 @@ class PromptLookupDrafter(Drafter):
 
     def _after_match(self, tokens: np.ndarray) -> int | None:
         """Index right after the latest earlier occurrence of the longest suffix that has one."""
-        # ends: where earlier occurrences of the last n tokens end, for growing n.
-        ends, found = np.flatnonzero(tokens[:-1] == tokens[-1]), None
-        for n in range(1, self.max_ngram + 1):
-            if len(ends) == 0:
-                break
-            if n >= self.min_ngram:
-                found = int(ends[-1]) + 1
-            if n < len(tokens):
-                ends = ends[ends >= n]
-                ends = ends[tokens[ends - n] == tokens[-1 - n]]
-        return found
+        text, width = tokens.tobytes(), tokens.itemsize
+        for n in range(min(self.max_ngram, len(tokens) - 1), self.min_ngram - 1, -1):
+            end = len(text) - width  # an occurrence may overlap the suffix, and ends before it
+            while (start := text.rfind(text[-n * width :], 0, end)) >= 0:
+                if start % width == 0:
+                    return start // width + n
+                end = start + n * width - 1  # between two tokens: look further back
+        return None
