@@ -16,7 +16,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test: setup ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
@@ -31,8 +31,9 @@ reference: setup ## the reference run (about an hour on two cores); interrupt an
 
 figures: setup ## every figure again, from the summaries in results/
 	@for table in results/*/positions.csv; do $(BIN)/python -m experiments.report --figures-only $$(dirname $$table) || exit 1; done
+	@for table in results/bench/summary.csv; do [ ! -f $$table ] || $(BIN)/python -m experiments.bench --figures-only; done
 
-bench: setup ## against transformers' own generate
+bench: setup ## against transformers' own generate, in two minutes (results/bench/quick); without --quick in twenty
 	$(BIN)/python -m experiments.bench --quick
 
 clean: ## remove .venv and caches, keep results

@@ -98,11 +98,13 @@ def _panels() -> list[_Panel]:
             partial(_lines, label="tokens per second", x_label=batch, logarithmic=True, keyed=True),
         ),
         _Panel("Cost of drafting", ("cost_ratio",), partial(_dots, label="c: a draft step ÷ a target step")),
-        _Panel("Verification rules", ("rule_seconds",), partial(_dots, label="ms", scale=1e3)),
+        _Panel("Verification rules", ("rule_seconds",), partial(_dots, label="ms", scale=1e3, logarithmic=True)),
     ]
 
 
-def _dots(rows: pd.DataFrame, ax: Axes, look: Look, *, label: str, scale: float = 1.0) -> None:
+def _dots(
+    rows: pd.DataFrame, ax: Axes, look: Look, *, label: str, scale: float = 1.0, logarithmic: bool = False
+) -> None:
     """One line per arm, a point with limits per system and dtype."""
     arms = list(dict.fromkeys(rows["arm"]))
     groups = list(rows.groupby(["system", "dtype"], sort=False))
@@ -112,9 +114,13 @@ def _dots(rows: pd.DataFrame, ax: Axes, look: Look, *, label: str, scale: float 
         low, value, high = (scale * points[name].to_numpy(dtype=float) for name in ("low", "value", "high"))
         ax.hlines(places, low, high, color=colour, linewidth=1.1, linestyles=line)
         ax.plot(value, places, linestyle="none", marker=marker, color=colour, markersize=4.5)
-    ax.set_yticks(range(len(arms)), arms)
+    ax.set_yticks(range(len(arms)), arms, fontsize=7.5)
     ax.set_ylim(len(arms) - 0.5, -0.5)
-    ax.set_xlim(left=0)
+    if logarithmic:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_formatter(ScalarFormatter())
+    else:
+        ax.set_xlim(left=0)
     ax.set_xlabel(label)
 
 

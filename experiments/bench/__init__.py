@@ -1,0 +1,1 @@
+"""The native engine against transformers' own, and where its time goes. `python -m experiments.bench`."""
