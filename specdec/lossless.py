@@ -36,17 +36,25 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Comparison:
-    """position: index of the first differing output token. gap: float64 logit distance there."""
+    """position: index of the first differing output token. gap: float64 distance there from the largest logit.
+
+    tokens: plain decoding's token and the arm's. logits: theirs, in float64.
+    """
 
     outcome: Outcome
     request_id: str = ""
     position: int | None = None
     gap: float | None = None
+    tokens: tuple[int, int] | None = None
+    logits: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         if self.position is None:
             return str(self.outcome)
         gap = "output ended early" if self.gap is None else f"float64 logit gap {self.gap:.3g}"
+        if self.tokens is not None and self.logits is not None:
+            pairs = zip(self.tokens, self.logits, strict=True)
+            gap += ", " + " against ".join(f"{logit:.6f} of token {token}" for token, logit in pairs)
         return f"{self.outcome} at output token {self.position} of request {self.request_id!r} ({gap})"
 
 
@@ -89,20 +97,30 @@ def compare(request: Request, plain: Trace, arm: Trace, exact: ExactLogits, tole
     if at >= min(len(plain.token_ids), len(arm.token_ids)):
         return Comparison(Outcome.FAULT, request.id, at)
     logits = exact([*request.prompt_ids, *plain.token_ids[:at]])
-    gap = float(logits.max() - logits[[plain.token_ids[at], arm.token_ids[at]]].min())
+    tokens = (plain.token_ids[at], arm.token_ids[at])
+    ours, theirs = (float(logits[token]) for token in tokens)
+    gap = float(logits.max()) - min(ours, theirs)
     outcome = Outcome.TIE if gap <= tolerance else Outcome.FAULT
-    return Comparison(outcome, request.id, at, gap)
+    return Comparison(outcome, request.id, at, gap, tokens, (ours, theirs))
 
 
 def compare_all(
     requests: Sequence[Request], plain: Sequence[Trace], arm: Sequence[Trace], exact: ExactLogits, tolerance: float
 ) -> Comparison:
     """The worst comparison over an arm's requests: a fault before a tie before equality."""
+    return worst_of(compare_each(requests, plain, arm, exact, tolerance))
+
+
+def compare_each(
+    requests: Sequence[Request], plain: Sequence[Trace], arm: Sequence[Trace], exact: ExactLogits, tolerance: float
+) -> list[Comparison]:
+    """Every request of the arm compared, in the arm's order."""
     by_id = {trace.request_id: trace for trace in plain}
     wanted = {request.id: request for request in requests}
-    worst = Comparison(Outcome.EQUAL)
+    return [compare(wanted[trace.request_id], by_id[trace.request_id], trace, exact, tolerance) for trace in arm]
+
+
+def worst_of(comparisons: Sequence[Comparison]) -> Comparison:
+    """The first fault, else the first tie, else equality."""
     severity = [Outcome.EQUAL, Outcome.TIE, Outcome.FAULT]
-    for trace in arm:
-        found = compare(wanted[trace.request_id], by_id[trace.request_id], trace, exact, tolerance)
-        worst = max(worst, found, key=lambda comparison: severity.index(comparison.outcome))
-    return worst
+    return max([Comparison(Outcome.EQUAL), *comparisons], key=lambda comparison: severity.index(comparison.outcome))

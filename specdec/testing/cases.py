@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.lossless import TIE_TOLERANCE, Outcome, compare_all, exact_logits
 from specdec.models.loading import LoadedModel
-from specdec.testing.fit import exact_joint
+from specdec.testing.fit import exact_joint, joint_p_value
 from specdec.testing.probes import Recorder
 from specdec.testing.report import Inapplicable, require
 from specdec.testing.tiny import tiny_target
@@ -64,7 +65,7 @@ class Bench:
         self._plain: dict[Request, Trace] = {}
 
     def request(
-        self, name: str, length: int = 9, *, max_new_tokens: int = 20, temperature: float = 0.0, seed: int = 0
+        self, name: str, length: int = 9, *, max_new_tokens: int = 12, temperature: float = 0.0, seed: int = 0
     ) -> Request:
         """A prompt of random tokens that repeats itself, so that lookup finds something. It never ends early."""
         generator = np.random.default_rng([length, seed, *name.encode()])
@@ -136,12 +137,29 @@ class Bench:
 
     @cached_property
     def sampled_joint(self) -> dict[tuple[int, ...], float]:
-        """The exact distribution of the second to fourth token: those that a step with two drafts can emit."""
-        out: dict[tuple[int, ...], float] = {}
+        """The exact distribution of the four tokens."""
         prompt = self.request("sampled", 7).prompt_ids
-        for tokens, chance in exact_joint(self.target.model, prompt, self.sampling(1.0), 4).items():
-            out[tokens[1:]] = out.get(tokens[1:], 0.0) + chance
-        return out
+        return exact_joint(self.target.model, prompt, self.sampling(1.0), 4)
+
+    def require_target_joint(self, traces: Sequence[Trace]) -> float:
+        """The tokens after the first, those that steps emit, alone and two and three in a row, are the target's.
+
+        Short runs show a wrong rule with the fewest samples, long ones also what is wrong only further on. Returns the
+        smallest p-value; the false alarm is shared among the three.
+        """
+        p_values = []
+        for end in (2, 3, 4):
+            counts = Counter(trace.token_ids[1:end] for trace in traces)
+            wanted: dict[tuple[int, ...], float] = {}
+            for tokens, chance in self.sampled_joint.items():
+                wanted[tokens[1:end]] = wanted.get(tokens[1:end], 0.0) + chance
+            p_values.append(joint_p_value(counts, wanted))
+        worst = min(p_values)
+        require(
+            worst >= FALSE_ALARM / len(p_values),
+            f"{len(traces)} sampled continuations do not have the target's distribution (p = {worst:.2g})",
+        )
+        return worst
 
 
 @dataclass

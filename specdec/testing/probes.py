@@ -77,14 +77,15 @@ class Proposal:
 class Recorder(Drafter):
     """Passes everything on to a drafter, keeps what it answers, and refuses a draft that is none.
 
-    features: hidden features of every token read so far, per request: [length - 1, layers, d].
-    altered: arguments that the drafter has written to.
+    starts: how many proposals there were at each `begin`. features: hidden features of every token read so far, per
+    request: [length - 1, layers, d]. altered: arguments that the drafter has written to.
     """
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
         self.proposals: list[Proposal] = []
         self.begun: list[DraftContext] = []
+        self.starts: list[int] = []
         self.features: dict[str, list[Tensor]] = {}
         self.altered: list[str] = []
         self._declare()
@@ -110,6 +111,7 @@ class Recorder(Drafter):
     def begin(self, context: DraftContext, hidden: Sequence[Tensor] | None) -> None:
         """See `Drafter.begin`."""
         self.begun.append(_snapshot(context))
+        self.starts.append(len(self.proposals))
         kept = None if hidden is None else [features.clone() for features in hidden]
         self.inner.begin(context, hidden)
         if hidden is not None and kept is not None:
@@ -177,6 +179,10 @@ class Recorder(Drafter):
             for index, name in enumerate(proposal.context.request_ids)
             if proposal.max_tokens[index] > 0
         }
+
+    def forget(self) -> None:
+        """Drop what was recorded."""
+        self.proposals, self.begun, self.starts, self.features = [], [], [], {}
 
     @property
     def num_drafted(self) -> int:
@@ -268,9 +274,8 @@ class AcceptScript(Verifier):
         padded = [[*path, *[PADDING] * (draft.width - len(path))] for path in paths]
         examined = [count + (end in row.parents) for count, end, row in zip(counts, ends, rows, strict=True)]
         path = torch.tensor(padded, dtype=torch.long).reshape(len(paths), draft.width)
-        return Verdict(
-            *(part.to(chosen.device) for part in (path, torch.tensor(counts), torch.tensor(examined))), chosen
-        )
+        kept, seen = torch.tensor(counts), torch.tensor(examined)
+        return Verdict(path.to(chosen.device), kept.to(chosen.device), seen.to(chosen.device), chosen)
 
     def _path(self, row: Row, step: int) -> list[int]:
         path: list[int] = []
