@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.sampling import Seen, argmax, expected_acceptance, parent_probs, probabilities, token_probs
-from specdec.types import Draft, SamplingParams, Verdict
+from specdec.types import PADDING, Draft, SamplingParams, Verdict
 
 
 class Measured(NamedTuple):
@@ -30,10 +31,14 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Judged:
-    """Arguments of a verifier: the draft, and target_probs [B, K + 1, M] over the M tokens that matter."""
+    """Arguments of a verifier: the draft, and target_probs [B, K + 1, M] over the M tokens that matter.
+
+    likely: [B, K + 1], the target's most likely tokens, where judging had to find them.
+    """
 
     draft: Draft
     target_probs: Tensor
+    likely: Tensor | None
 
     def translated(self, verdict: Verdict) -> Verdict:
         """The verdict with its next token as a token id."""
@@ -89,28 +94,33 @@ class Certain(Judged):
 def judge(draft: Draft, logits: Tensor, sampling: Sequence[SamplingParams], seen: Seen) -> Judged:
     """From the target's logits [B, K + 1, V] to what the draft is verified with."""
     if draft.probs is None and all(params.greedy and not params.penalised for params in sampling):
-        return _certain(draft, argmax(logits).tolist())
-    return Judged(draft, probabilities(logits, sampling, seen))
+        return _certain(draft, argmax(logits.float()))
+    return Judged(draft, probabilities(logits, sampling, seen), None)
 
 
-def _certain(draft: Draft, choices: list[list[int]]) -> Certain:
-    """choices: token ids, [B][K + 1]."""
-    drafted = draft.tokens.tolist()
+def _certain(draft: Draft, likely: Tensor) -> Certain:
+    """likely: [B, K + 1], the target's choices."""
+    choices, drafted = likely.tolist(), draft.tokens.tolist()
     tables = [list(dict.fromkeys([*chosen, *tokens])) for chosen, tokens in zip(choices, drafted, strict=True)]
-    names = [{token: name for name, token in enumerate(table)} for table in tables]
+    names = [{token: name for name, token in enumerate(table)} | {PADDING: PADDING} for table in tables]
     chosen = [[own[token] for token in row] for own, row in zip(names, choices, strict=True)]
-    tokens = [[own[token] if token >= 0 else token for token in row] for own, row in zip(names, drafted, strict=True)]
+    tokens = [[own[token] for token in row] for own, row in zip(names, drafted, strict=True)]
+    one_hot = _one_hot_rows(2 * draft.width + 1)
+    parents = None if draft.parents is None else draft.parents.cpu()
+    renamed = draft if draft.width == 0 else Draft(torch.tensor(tokens), draft.lengths, None, parents)
     return Certain(
-        Draft(
-            torch.tensor(tokens, dtype=torch.long).reshape(len(tokens), draft.width),
-            draft.lengths,
-            None,
-            None if draft.parents is None else draft.parents.cpu(),
-        ),
-        torch.tensor([[[float(n == name) for n in range(2 * draft.width + 1)] for name in row] for row in chosen]),
+        renamed,
+        torch.tensor([[one_hot[name] for name in row] for row in chosen]),
+        likely,
         tables,
         chosen,
     )
+
+
+@lru_cache
+def _one_hot_rows(size: int) -> list[list[float]]:
+    """Row n is one-hot at n."""
+    return [[float(column == row) for column in range(size)] for row in range(size)]
 
 
 def _first_nodes(draft: Draft, width: int) -> Draft:

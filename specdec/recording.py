@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from specdec.errors import ModelError
@@ -163,14 +162,13 @@ def record_step(verified: Verified, where: Sequence[StepId], model: str) -> Reco
 
 def _entropies(verified: Verified, width: int) -> tuple[list[list[float]], list[list[float]]]:
     """Model and sampling entropy in bits at the first `width` + 1 positions. Two common cases need no second pass."""
-    model = logits_entropy_bits(verified.logits[:, : width + 1])
+    likely = verified.judged.likely
+    model = logits_entropy_bits(verified.logits[:, : width + 1], None if likely is None else likely[:, : width + 1])
     if all(sampling.greedy for sampling in verified.sampling):
-        sampled = torch.zeros_like(model)
-    elif all(sampling.untouched for sampling in verified.sampling):
-        sampled = model
-    else:
-        sampled = entropy_bits(verified.judged.target_probs[:, : width + 1])
-    return model.tolist(), sampled.tolist()
+        return model, [[0.0] * len(row) for row in model]
+    if all(sampling.untouched for sampling in verified.sampling):
+        return model, model
+    return model, entropy_bits(verified.judged.target_probs[:, : width + 1]).tolist()
 
 
 def _refuse_broken(nodes: list[_Node], where: StepId, model: str) -> None:

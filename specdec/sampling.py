@@ -25,8 +25,10 @@ Seen = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
 
 _NUCLEUS_START = 64  # candidates looked at first; most nuclei are smaller
 _NUCLEUS_GROWTH = 8
-_CACHED_ROWS = 2
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 256
+_EXACT_UP_TO = 64.0  # a float32 sum of logits this size is good to a hundred-thousandth
+_NO_MASS = -200.0  # in nats: exp is 0 in float32 from -104 on, and 0 * -inf would be NaN
+_NATS_PER_BIT = math.log(2)
+_ENTROPY_ROWS = 16  # at once: more would be memory that nothing else needs
 _TINY_TEMPERATURE = 1e-6  # below it, dividing a logit may overflow float32
 
 
@@ -68,19 +70,13 @@ def _distribution(logits: Tensor, params: SamplingParams, rows: Sequence[int], s
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Index of each row's first maximum: [..., V] → [...] int64.
+    """Index of each row's first maximum, or first NaN: [..., V] → [...] int64.
 
-    On a CPU torch looks at one element at a time. A maximum per block of the vocabulary is vectorised, and the index
-    is then looked for in one block alone.
+    On a CPU numpy looks at sixteen float32 at a time, torch at one.
     """
-    block = math.gcd(logits.shape[-1], _LARGEST_BLOCK)
-    one_row = logits.numel() == logits.shape[-1]  # not worth the further operations
-    if one_row or logits.device.type != "cpu" or block < _SMALLEST_BLOCK:
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
         return logits.argmax(-1)
-    blocks = logits.view(*logits.shape[:-1], -1, block)  # [..., V / block, block]
-    first = blocks.amax(-1).argmax(-1, keepdim=True)  # [..., 1]
-    within = blocks.gather(-2, first[..., None].expand(*first.shape, block)).argmax(-1)
-    return (first * block + within)[..., 0]
+    return torch.from_numpy(np.asarray(logits.detach().numpy().argmax(-1), dtype=np.int64))
 
 
 def one_hot(tokens: Tensor, vocab_size: int) -> Tensor:
@@ -175,30 +171,48 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(token, last_possible).clamp(max=probs.shape[-1] - 1)[:, 0]
 
 
-def logits_entropy_bits(logits: Tensor) -> Tensor:
-    """Entropy in bits of the softmax, temperature 1, before any truncation: [..., V] → [...] float32.
+def logits_entropy_bits(logits: Tensor, likely: Tensor | None = None) -> list[list[float]]:
+    """Entropy in bits of the softmax, temperature 1, before any truncation: [B, S, V] → [B][S] on the host.
 
     -inf logits have no mass. NaN, +inf, or nothing but -inf give NaN, so that this also finds broken logits.
+    likely: [B, S] int64, each position's most likely token where it is known already.
     """
-    rows = logits.flatten(0, -2)
-    step = _CACHED_ROWS if logits.device.type == "cpu" else max(len(rows), 1)
-    if len(rows) <= step:
-        bits = _negative_nats(rows)
-    else:
-        # A few rows at a time, in buffers that stay in the processor's cache from one part to the next.
-        buffers = tuple(torch.empty(step, rows.shape[1], device=logits.device) for _ in range(2))
-        bits = torch.cat([_negative_nats(part, *(b[: len(part)] for b in buffers)) for part in torch.split(rows, step)])
-    return bits.div_(-math.log(2)).clamp_(min=0).view(logits.shape[:-1])
+    batch, positions = logits.shape[:2]
+    rows = logits.flatten(0, 1)
+    tokens = argmax(rows.float()) if likely is None else likely.flatten()
+    on_host = rows.device.type == "cpu"
+    nats: list[float] = _host_nats(rows, tokens.tolist()) if on_host else _nats(rows, tokens).tolist()
+    bits = [max(0.0, value / _NATS_PER_BIT) if value == value else value for value in nats]
+    return [bits[row * positions : (row + 1) * positions] for row in range(batch)]
 
 
-def _negative_nats(logits: Tensor, shifted: Tensor | None = None, probs: Tensor | None = None) -> Tensor:
-    """Minus the entropy in nats: [N, V] → [N]. The other arguments are buffers [N, V] float32."""
-    shifted = torch.sub(
-        logits if logits.dtype == torch.float32 else logits.float(), logits.amax(-1, keepdim=True), out=shifted
-    )
-    shifted.clamp_(min=-200.0)  # 0 in float32 from -104 on; and 0 * -inf would be NaN
-    probs = torch.softmax(shifted, -1, out=probs)
-    return probs.amax(-1).log_().add_(torch.linalg.vecdot(probs, shifted))
+def _nats(logits: Tensor, likely: Tensor) -> Tensor:
+    """Entropy as −Σ P log P: [N, V] → [N]."""
+    shifted = logits.float() - logits.gather(-1, likely[:, None]).float()
+    logs = shifted.log_softmax(-1)
+    nats: Tensor = torch.linalg.vecdot(logs.exp(), logs.clamp(min=_NO_MASS))
+    return nats.neg_()
+
+
+def _host_nats(logits: Tensor, likely: Sequence[int]) -> list[float]:
+    """The same as log Z − Σ P x, where log Z = x − log P at the likely token: two passes and hardly an operation more,
+    for on a CPU a handful of small operations costs as much as a pass over the vocabulary."""
+    found: list[float] = []
+    with np.errstate(invalid="ignore"):  # 0 * -inf, which is looked at again
+        for start in range(0, len(logits), _ENTROPY_ROWS):
+            part = logits[start : start + _ENTROPY_ROWS].float()
+            columns = likely[start : start + _ENTROPY_ROWS]
+            found += map(_row_nats, part.numpy(), part.softmax(-1).numpy(), columns)
+    return found
+
+
+def _row_nats(scores: np.ndarray, probs: np.ndarray, likely: int) -> float:
+    largest, prob = float(scores[likely]), float(probs[likely])
+    if abs(largest) <= _EXACT_UP_TO:
+        nats = largest - math.log(prob or math.nan) - float(probs.dot(scores))
+        if math.isfinite(nats):
+            return nats
+    return float(_nats(torch.from_numpy(scores)[None], torch.tensor([likely])))
 
 
 def entropy_bits(probs: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class Draft:
         """Deterministic chains of ragged length, as lookup drafters make them."""
         width = max((len(chain) for chain in chains), default=0)
         padded = [[*chain, *[PADDING] * (width - len(chain))] for chain in chains]
-        tokens = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(chains), width)
+        tokens = torch.tensor(padded, dtype=torch.long, device=device)
         return cls(tokens, torch.tensor([len(chain) for chain in chains], dtype=torch.long))
 
     def node_depths(self) -> Tensor:

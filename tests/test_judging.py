@@ -11,10 +11,18 @@ from specdec.sampling import one_hot
 from specdec.types import PADDING, Draft, SamplingParams
 from specdec.uniforms import Uniforms
 from specdec.verifiers.base import Verifier
+from specdec.verifiers.block import BlockVerifier
+from specdec.verifiers.coupled import CoupledVerifier
 from specdec.verifiers.greedy import GreedyVerifier
+from specdec.verifiers.multi_draft import WithReplacementVerifier
+from specdec.verifiers.multi_draft_k_seq import KSeqVerifier
+from specdec.verifiers.multi_draft_top_k import TopKVerifier
+from specdec.verifiers.multi_draft_without_replacement import WithoutReplacementVerifier
 from specdec.verifiers.rejection import RejectionVerifier
 from specdec.verifiers.synthetic import SyntheticVerifier
+from specdec.verifiers.traversal import TraversalVerifier
 from specdec.verifiers.tree import GreedyTreeVerifier
+from specdec.verifiers.typical import TypicalVerifier
 
 VOCABULARY = 1000
 NOTHING = (np.array([], dtype=np.int64),) * 2
@@ -51,14 +59,22 @@ def random_step(seed: int, *, tree: bool = False) -> tuple[Draft, torch.Tensor]:
         (SyntheticVerifier(0.5), False),
         (GreedyTreeVerifier(), True),
         (GreedyTreeVerifier(), False),
+        (BlockVerifier(), False),
+        (CoupledVerifier(), False),
+        (TypicalVerifier(), False),
+        (WithReplacementVerifier(), True),
+        (WithoutReplacementVerifier(), True),
+        (TopKVerifier(), True),
+        (KSeqVerifier(), True),
+        (TraversalVerifier(), True),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_renamed_step_is_judged_as_the_written_out_one(seed: int, verifier: Verifier, tree: bool) -> None:
     draft, logits = random_step(seed, tree=tree)
-    uniforms = Uniforms(range(4), [seed] * 4)
+    uniforms = Uniforms(range(4), [seed] * 4, positions=range(4))
     renamed = judge(draft, logits, [SamplingParams()] * 4, seen)
-    written = Judged(draft, one_hot(logits.argmax(-1), VOCABULARY))
+    written = Judged(draft, one_hot(logits.argmax(-1), VOCABULARY), None)
     assert isinstance(renamed, Certain)
     verdicts = [
         judged.translated(verifier.verify(judged.draft, judged.target_probs, uniforms)) for judged in (renamed, written)
