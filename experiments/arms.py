@@ -67,12 +67,21 @@ def _detached(config: DictConfig, root: DictConfig) -> DictConfig:
 
 
 def build_arms(cfg: DictConfig, choices: Mapping[str, str], target: Any) -> tuple[dict[str, Arm], dict[str, str]]:
-    """The run's arms, plain first, and those skipped: name → why."""
+    """The run's arms, plain first, and those skipped: name → why.
+
+    Raises `UsageError` for a lossy rule where `require_lossless` is set.
+    """
     # Not through `build`: it would turn the loaded model, a dataclass, into configuration.
     new_backend = partial(build(cfg.backend), target=target, new_cache=build(cfg.cache))
     arms, skipped = {PLAIN: _plain(new_backend)}, {}
     for name, config in arm_configs(cfg, choices).items():
         parts = {group: build(config[group]) for group in GROUPS}
+        if cfg.require_lossless and not parts["verifier"].lossless:
+            rule = type(parts["verifier"]).__name__
+            raise UsageError(
+                f"arm {name!r} verifies with {rule}, which is lossy, and require_lossless is set; choose another "
+                f"verifier, or require_lossless=false"
+            )
         greedy_only = [type(part).__name__ for part in parts.values() if getattr(part, "greedy_only", False)]
         if cfg.sampling.temperature > 0 and greedy_only:
             skipped[name] = f"{greedy_only[0]} works at temperature 0 only"
@@ -96,7 +105,7 @@ def _describe(config: DictConfig, parts: Mapping[str, Any]) -> ArmMetadata:
         num_draft_tokens=parts["controller"].max_draft_tokens,
         synthetic=parts["drafter"].synthetic or verifier.synthetic,
         lossless=None if verifier.lossless else "declared",
-        tokenwise=not verifier.accepts_trees,
+        tokenwise=verifier.tokenwise,
     )
 
 

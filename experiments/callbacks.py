@@ -12,6 +12,8 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from experiments.report import report
+from specdec.errors import UsageError
+from specdec.results import prepare_folder
 
 
 class SweepCallback(Callback):
@@ -23,8 +25,13 @@ class SweepCallback(Callback):
     def __init__(self) -> None:
         self._bar: Any = None
 
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuse a folder that can't be written to, before Hydra puts its logs there."""
+        _prepare_folder(config)
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Count the runs and open the bar."""
+        """The same; then count the runs and open the bar."""
+        _prepare_folder(config)
         self._bar = tqdm(total=num_runs(config), desc="runs", unit="run", file=sys.stderr, dynamic_ncols=True)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:
@@ -37,6 +44,13 @@ class SweepCallback(Callback):
         if self._bar is not None:
             self._bar.close()
         report(Path(config.results_dir) / config.name)
+
+
+def _prepare_folder(config: DictConfig) -> None:
+    try:
+        prepare_folder(Path(config.results_dir) / config.name)
+    except UsageError as error:
+        sys.exit(f"error: {error}")
 
 
 def num_runs(config: DictConfig) -> int:

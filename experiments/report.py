@@ -39,7 +39,7 @@ def report(folder: Path, figures_only: bool = False) -> pd.DataFrame:
             write_text(folder / "positions.csv", positions.to_csv(index=False))
         (folder / "figures").mkdir(exist_ok=True)
         for name, figure in figures(summary, positions).items():
-            _save(figure, folder / "figures" / name)
+            save_figure(figure, folder / "figures" / name)
     except OSError as error:
         raise UsageError(f"the report can't be written to {folder} ({error.strerror}); copy the folder") from error
     return summary
@@ -72,6 +72,7 @@ def table(summary: pd.DataFrame) -> str:
         "arm": summary["arm"] + summary["synthetic"].map({True: " (synthetic)", False: ""}),
         "alpha": _format(summary["acceptance_rate"], "{:.2f}"),
         "tau": _format(summary["block_efficiency"], "{:.2f}"),
+        "c": _format(summary["draft_cost"], "{:.3f}"),
         "tok/s": _format(summary["tokens_per_second"], "{:.1f}"),
         "speedup": _limits(summary, "speedup", "{:.2f}"),
         "p99 step, ms": _p99(summary),
@@ -155,7 +156,7 @@ def _read_table(path: Path, columns: Sequence[Column]) -> pd.DataFrame:
         raise UsageError(f"{path} does not follow docs/results.md ({error}); aggregate its runs again") from error
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """PNG and SVG without a date or random ids, so that the same tables give the same files."""
     for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
         with (

@@ -19,15 +19,16 @@ from typing import Any
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from experiments.arms import PLAIN, Arm, build_arms
-from experiments.building import build
+from experiments.building import build, plug_in
 from experiments.report import report, table
 from specdec import results, traces
-from specdec.errors import UsageError
+from specdec.errors import ModelError, UsageError
 from specdec.lossless import TIE_TOLERANCE, Comparison, Outcome, compare_all, exact_logits
 from specdec.measure import Measured, interleave
 from specdec.models.loading import LoadedModel
@@ -36,8 +37,11 @@ from specdec.workloads import Workload
 
 log = logging.getLogger(__name__)
 
-NOT_IDENTITY = ("name", "results_dir", "share_device")
+NOT_IDENTITY = ("name", "results_dir", "share_device", "require_lossless")
 """Settings that leave the result as it is."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 
 
 class NotLosslessError(RuntimeError):
@@ -48,32 +52,34 @@ class NotLosslessError(RuntimeError):
 def main(cfg: DictConfig) -> None:
     """Compose, run, write."""
     hydra_cfg = HydraConfig.get()
+    plug_in()
     try:
         written = run(cfg, dict(hydra_cfg.runtime.choices))
         if hydra_cfg.mode == RunMode.RUN:
             print(table(report(written.parent.parent).query("run_id == @written.name")))
-    except (UsageError, NotLosslessError) as error:
-        if hydra_cfg.mode == RunMode.MULTIRUN:
-            raise  # Hydra finishes the other runs, then reports this one
-        sys.exit(f"error: {error}")
+    except (UsageError, ModelError, NotLosslessError) as error:
+        if hydra_cfg.mode == RunMode.RUN:
+            sys.exit(f"error: {error}")
+        log.error("%s", error)  # Hydra finishes the other runs, then says this, or what went wrong before
+        raise CompactHydraException(f"error: {error}") from None
 
 
 def run(cfg: DictConfig, choices: dict[str, str]) -> Path:
     """Carry out one run unless it is finished; returns its folder."""
+    sampling: SamplingParams = build(cfg.sampling)
     workload: Workload = build(cfg.workload)
     config = identity(cfg)
     run_id = results.run_id(config, workload.fingerprint)
     folder = Path(cfg.results_dir) / cfg.name
-    where = f"{workload.name} at temperature {cfg.sampling.temperature:g}"
+    where = f"{workload.name} at temperature {sampling.temperature:g}"
     with results.run_lock(folder, run_id):
         if results.is_finished(folder, run_id):
             log.info("%s: run %s is finished; skipped", where, run_id)
             return results.run_folder(folder, run_id)
         target = load_target(cfg)
-        arms, skipped = build_arms(cfg, choices, target)
-        sampling: SamplingParams = build(cfg.sampling)
-        batches = arms[PLAIN].backend.batches(workload.prompts, sampling)
         with results.timed_lock(str(target.model.device), shared=cfg.share_device):
+            arms, skipped = build_arms(cfg, choices, target)  # cost-aware controllers time this machine here
+            batches = arms[PLAIN].backend.batches(workload.prompts, sampling)
             measured = measure(arms, batches, cfg.warmup_tokens, where)
         comparisons = compare_arms(arms, batches, measured, target) if sampling.greedy else {}
         metadata = results.RunMetadata(
@@ -117,7 +123,7 @@ def _load_once(target: str) -> LoadedModel:
 
 
 def measure(arms: dict[str, Arm], batches: list[list[Request]], warmup_tokens: int, where: str) -> Measured:
-    """Decode everything, with a progress bar in requests."""
+    """Decode everything, with a progress bar in requests. `ModelError` where nothing at all could be decoded."""
     engines = {name: arm.backend.engine for name, arm in arms.items()}
     total = len(arms) * sum(len(batch) for batch in batches)
     with tqdm(total=total, desc=where, unit="request", leave=False, dynamic_ncols=True) as bar:
@@ -125,7 +131,10 @@ def measure(arms: dict[str, Arm], batches: list[list[Request]], warmup_tokens: i
         def on_batch(_: str, done: Sequence[Trace]) -> None:
             bar.update(len(done))
 
-        return interleave(engines, batches, on_batch, warmup_tokens)
+        measured = interleave(engines, batches, on_batch, warmup_tokens)
+    if not measured.traces[PLAIN]:
+        raise ModelError(next(iter(measured.failures[PLAIN].values())))
+    return measured
 
 
 def compare_arms(
@@ -174,5 +183,14 @@ def refuse_faults(comparisons: dict[str, Comparison]) -> None:
         raise NotLosslessError("; ".join(f"arm {name} is not lossless: {found}" for name, found in faults.items()))
 
 
+def command() -> None:
+    """`main` as a shell calls it: Ctrl-C may come between two runs, when only Hydra is at work."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted: finished runs are kept, and the same command goes on with the rest", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
 if __name__ == "__main__":
-    main()
+    command()

@@ -135,11 +135,16 @@ class Engine:
         for row, sequence in enumerate(batch):
             sequence.emit(recording.tokens(row))
         lap.other += clock.lap()
-        hidden = output.hidden
-        features = None if hidden is None else [hidden[row, :length] for row, length in enumerate(context.num_prompt)]
-        self.drafter.begin(self._context(batch), features)
+        self._begin(batch, output.hidden)
         lap.draft = clock.lap()
         self._record(batch, recording, lap, clock)
+
+    def _begin(self, batch: Sequence[Sequence_], hidden: Tensor | None) -> None:
+        """Show the drafter prompts, hidden [B, S, L, d] and first tokens, but for requests that ended with theirs."""
+        rows = [row for row, sequence in enumerate(batch) if not sequence.finished]
+        if rows:
+            features = None if hidden is None else [hidden[row, : batch[row].num_prompt] for row in rows]
+            self.drafter.begin(self._context([batch[row] for row in rows]), features)
 
     def _step(self, batch: Sequence[Sequence_], clock: Stopwatch) -> None:
         """One draft → verify → roll back round for every unfinished sequence."""

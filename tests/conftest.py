@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,20 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return directory
 
     return save
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _costs_of_tiny_models_stay_out_of_the_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec.calibration.cache_root", lambda: folder)
+        yield
+
+
+@pytest.fixture(scope="session")
+def target(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
+    """A tiny random Llama, native, in float32. Patch it through `monkeypatch` alone."""
+    return load_model(str(tiny_checkpoint("llama")), implementation="native")
 
 
 @pytest.fixture(scope="session")

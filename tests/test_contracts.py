@@ -26,11 +26,6 @@ REQUESTS = [make_request("short", 5), make_request("middle", 17, max_new_tokens=
 
 
 @pytest.fixture(scope="module")
-def target(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama")), implementation="native")
-
-
-@pytest.fixture(scope="module")
 def plain(target: LoadedModel) -> list[Trace]:
     return [decode(target, NoDrafter(), FixedController(0), [request])[0] for request in REQUESTS]
 

@@ -26,11 +26,6 @@ from specdec.verifiers.rejection import RejectionVerifier
 from tests.fakes import SpoilingController, make_request
 
 
-@pytest.fixture(scope="module")
-def target(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama")), implementation="native")
-
-
 def lookup(target: LoadedModel, controller: Controller | None = None) -> Engine:
     controller = FixedController(6) if controller is None else controller
     return Engine(target.model, PromptLookupDrafter(), RejectionVerifier(), controller, tokenizer=target.tokenizer)
@@ -85,6 +80,21 @@ def test_a_stop_string_is_cut_from_text_tokens_and_records_alike(target: LoadedM
     for trace in (one, block):
         assert sum(step.num_emitted for step in trace.steps) == len(trace.token_ids)
         traces.to_frames([trace], "arm")  # checks every identity
+
+
+def test_a_request_that_ends_with_its_first_token_never_reaches_the_drafter(target: LoadedModel) -> None:
+    """Cut at a stop string it has no token at all, and a draft model would read an empty text."""
+    prompts = [Request(str(token), (token,), max_new_tokens=8) for token in range(64)]
+    spoken = plain(target).generate(prompts)
+    chosen = next(index for index, trace in enumerate(spoken) if trace.text[:1].isascii() and trace.text)
+    ended = replace(prompts[chosen], stop=(spoken[chosen].text[0],))
+    engine = Engine(
+        target.model, DraftModelDrafter(target), RejectionVerifier(), FixedController(4), tokenizer=target.tokenizer
+    )
+    alone, (cut, other) = engine.generate([ended]), engine.generate([ended, prompts[chosen - 1]])
+    assert alone[0].token_ids == cut.token_ids == ()
+    assert cut.finish_reason is FinishReason.STOP
+    assert other.token_ids == spoken[chosen - 1].token_ids
 
 
 def test_the_context_window_ends_a_sequence(target: LoadedModel) -> None:

@@ -1,12 +1,14 @@
 """The engine under anything a user may ask of it: what holds must hold for every model, prompt, stop, limit and draft.
 
 Models are tiny and have twelve tokens, so that stops, repeats and accepted drafts are common, and compute in float64,
-so that no argmax hangs on rounding. Their window is 40 tokens.
+so that no argmax hangs on rounding. Their window is 40 tokens. SPECDEC_FUZZ=5000 pytest tests/test_fuzz.py tries so
+many new cases per test, where the suite tries the same few every time.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,6 +29,7 @@ from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.oracle import OracleDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
+from specdec.drafters.suffix import SuffixDrafter, SuffixTreeDrafter
 from specdec.engine import Engine
 from specdec.models.base import LanguageModel
 from specdec.models.loading import LoadedModel
@@ -36,8 +39,12 @@ from specdec.stopping import Ending
 from specdec.types import Draft, FinishReason, Request, SamplingParams, StepRecord, TokenKind, Trace, Verdict
 from specdec.uniforms import Uniforms
 from specdec.verifiers.base import Verifier
+from specdec.verifiers.block import BlockVerifier
+from specdec.verifiers.coupled import CoupledVerifier
 from specdec.verifiers.greedy import GreedyVerifier
+from specdec.verifiers.multi_draft_top_k import TopKVerifier
 from specdec.verifiers.rejection import RejectionVerifier
+from specdec.verifiers.traversal import TraversalVerifier
 from specdec.verifiers.tree import GreedyTreeVerifier
 from tests.conftest import make_model
 from tests.fakes import TreeDrafter
@@ -45,14 +52,42 @@ from tests.fakes import TreeDrafter
 # Half a character, and none at all, are tokens too.
 TOKENS = (b"", b"a", b"b", b"ab", b" ", b"\n", b"\xc3", b"\xa9", b"stop", b"st", b"op", b"t\xc3")
 VOCABULARY, WINDOW, MAX_NEW_TOKENS = len(TOKENS), 40, 16
-TARGETS = (("llama", 0), ("llama", 1), ("qwen3", 2), ("mistral", 3))
+KINDS = ("llama", "qwen2", "qwen3", "mistral")
 DRAFTS: dict[str, dict[str, int]] = {
     "same": {},
     "padded": {"vocab_size": 16},
     "short-sighted": {"max_position_embeddings": 15},
     "smaller": {"num_hidden_layers": 1},
 }
-PROFILE = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+EARNED = ("prompt_lookup", "suffix", *DRAFTS)
+"""Drafters whose chains are accepted as far as they deserve; the others are told what the target will say."""
+
+RULES: dict[str, Callable[[], Verifier]] = {
+    "rejection": RejectionVerifier,
+    "block": BlockVerifier,
+    "coupled": CoupledVerifier,
+    "traversal": TraversalVerifier,
+    "top_k": TopKVerifier,
+    "greedy": GreedyVerifier,
+    "greedy_tree": GreedyTreeVerifier,
+}
+CHAIN_RULES = ("rejection", "block", "coupled", "traversal")
+TREE_RULES = ("traversal", "top_k")
+Pair = tuple[str, str]
+"""Who drafts and who verifies."""
+
+SAMPLED: list[Pair] = [
+    *((drafting, rule) for drafting in EARNED for rule in CHAIN_RULES),
+    *(("suffix_tree", rule) for rule in TREE_RULES),
+]
+GREEDY: list[Pair] = [
+    *SAMPLED,
+    *((drafting, "greedy") for drafting in (*EARNED, "oracle")),
+    *(("oracle", rule) for rule in CHAIN_RULES),
+    *((drafting, rule) for drafting in ("tree", "suffix_tree") for rule in (*TREE_RULES, "greedy_tree")),
+]
+_ASKED = os.environ.get("SPECDEC_FUZZ")
+PROFILE = settings(max_examples=int(_ASKED or 40), deadline=None, derandomize=_ASKED is None, database=None)
 
 
 class Letters(Tokenizer):
@@ -129,7 +164,7 @@ class Case:
     """One call of `generate` and who answers it."""
 
     target: tuple[str, int]
-    drafting: str
+    pair: Pair
     draft_lengths: tuple[int, ...]
     acceptance_rate: float
     stream: bool
@@ -169,12 +204,12 @@ def requests(greedy: bool) -> st.SearchStrategy[list[Request]]:
     )
 
 
-def cases(drafting: Sequence[str], greedy: bool) -> st.SearchStrategy[Case]:
+def cases(pairs: Sequence[Pair], greedy: bool) -> st.SearchStrategy[Case]:
     return st.builds(
         Case,
-        target=st.sampled_from(TARGETS),
-        drafting=st.sampled_from(drafting),
-        draft_lengths=st.lists(st.sampled_from([0, 1, 2, 3, 5, 9, 2 * WINDOW]), min_size=1, max_size=3).map(tuple),
+        target=st.tuples(st.sampled_from(KINDS), st.integers(0, 5)),
+        pair=st.sampled_from(pairs),
+        draft_lengths=st.lists(st.sampled_from([0, 1, 2, 3, 5, 9, WINDOW - 1]), min_size=1, max_size=3).map(tuple),
         acceptance_rate=st.sampled_from([0.0, 0.6, 0.9, 1.0]),
         stream=st.booleans(),
         requests=requests(greedy),
@@ -236,10 +271,10 @@ def check_steps(trace: Trace) -> None:
     assert kinds.count(TokenKind.REJECTED) == kinds.count(TokenKind.RECOVERED)
 
 
-def engine_for(case: Case, drafter: Drafter, rule: Verifier) -> Engine:
-    controller, target = Wandering(case.draft_lengths), model(*case.target)
+def engine_for(case: Case) -> Engine:
+    controller, target, rule = Wandering(case.draft_lengths), model(*case.target), Watched(RULES[case.pair[1]]())
     letters = Letters(None, "letters")
-    return Engine(target, drafter, Watched(rule), controller, tokenizer=letters, new_cache=controller.new_cache)
+    return Engine(target, drafter_for(case), rule, controller, tokenizer=letters, new_cache=controller.new_cache)
 
 
 def plain_engine(case: Case) -> Engine:
@@ -258,50 +293,43 @@ def knowing(drafter: OracleDrafter, case: Case) -> OracleDrafter:
 def drafter_for(case: Case) -> Drafter:
     makers: dict[str, Callable[[], Drafter]] = {
         "prompt_lookup": PromptLookupDrafter,
+        "suffix": SuffixDrafter,
+        "suffix_tree": SuffixTreeDrafter,
         "oracle": lambda: knowing(OracleDrafter(case.acceptance_rate), case),
         "tree": lambda: knowing(TreeDrafter(case.acceptance_rate), case),
         **{kind: lambda kind=kind: draft_model(case.target, kind) for kind in DRAFTS},  # type: ignore[misc]
     }
-    return makers[case.drafting]()
+    return makers[case.pair[0]]()
 
 
-RULES: dict[str, Callable[[], Verifier]] = {"tree": GreedyTreeVerifier, "oracle": GreedyVerifier}
+@PROFILE
+@given(cases(GREEDY, greedy=True))
+def test_greedy_output_is_plain_decodings_whatever_is_asked(case: Case) -> None:
+    expected, engine = decode(plain_engine(case), case.requests, case.stream), engine_for(case)
+    found = decode(engine, case.requests, case.stream)
+    for one, other in zip(expected, found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.text == other.text
+        assert one.finish_reason is other.finish_reason
+        event(f"{case.pair}: {other.finish_reason}")
+    check_drafts(case, found, engine.drafter)
 
 
-@pytest.mark.parametrize("drafting", [["prompt_lookup", *DRAFTS], ["oracle", "tree"]], ids=["earned", "set"])
-def test_greedy_output_is_plain_decodings_whatever_is_asked(drafting: list[str]) -> None:
-    @PROFILE
-    @given(cases(drafting, greedy=True))
-    def holds(case: Case) -> None:
-        expected = decode(plain_engine(case), case.requests, case.stream)
-        engine = engine_for(case, drafter_for(case), RULES.get(case.drafting, RejectionVerifier)())
-        found = decode(engine, case.requests, case.stream)
-        for one, other in zip(expected, found, strict=True):
-            assert one.token_ids == other.token_ids
-            assert one.text == other.text
-            assert one.finish_reason is other.finish_reason
-            event(f"{case.drafting}: {other.finish_reason}")
-        check_drafts(case, found)
-
-    holds()
-
-
-def check_drafts(case: Case, found: list[Trace]) -> None:
+def check_drafts(case: Case, found: list[Trace], drafter: Drafter) -> None:
     """No draft is longer than asked for, nor than what could still be emitted; in a tree that counts the depth."""
-    nodes = 2 if case.drafting == "tree" else 1
     for request, trace in zip(case.requests, found, strict=True):
         most = min(request.max_new_tokens, WINDOW - len(request.prompt_ids))
         for step in trace.steps[1:]:
             left = most - (step.context_length - trace.prompt_length)
-            assert step.num_drafted <= nodes * min(left - 1, max(case.draft_lengths))
-    if case.acceptance_rate == 1.0 and case.drafting in ("oracle", "tree"):
+            assert step.num_drafted <= drafter.max_nodes(min(left - 1, max(case.draft_lengths)))
+    if case.acceptance_rate == 1.0 and case.pair[0] in ("oracle", "tree"):
         assert not any(record.kind is TokenKind.REJECTED for trace in found for record in trace.tokens)
 
 
 @PROFILE
-@given(cases(["prompt_lookup", *DRAFTS], greedy=False))
+@given(cases(SAMPLED, greedy=False))
 def test_sampled_output_is_the_same_alone_batched_and_again(case: Case) -> None:
-    engine = engine_for(case, drafter_for(case), RejectionVerifier())
+    engine = engine_for(case)
     together = decode(engine, case.requests, case.stream)
     again = decode(engine, case.requests[::-1], case.stream)[::-1]
     alone = [decode(engine, [request], case.stream)[0] for request in case.requests]
@@ -309,4 +337,4 @@ def test_sampled_output_is_the_same_alone_batched_and_again(case: Case) -> None:
         assert [trace.token_ids for trace in found] == [trace.token_ids for trace in together]
         assert [trace.text for trace in found] == [trace.text for trace in together]
         assert [trace.finish_reason for trace in found] == [trace.finish_reason for trace in together]
-    check_drafts(case, together)
+    check_drafts(case, together, engine.drafter)

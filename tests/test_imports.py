@@ -9,18 +9,20 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "timing", "allocator"},
+    {"errors", "timing", "allocator", "hub"},
     {"costmodel", "statistics"},
     {"types"},
-    {"uniforms"},
     {"sampling"},
+    {"uniforms"},
     {"judging"},
     {"cache", "verifiers", "controllers", "stopping", "recording", "traces", "workloads"},
     {"models", "sequence", "results"},
     {"drafters", "lossless", "metrics"},
     {"engine", "plots"},
-    {"measure", "scheduler"},
+    {"measure", "scheduler", "calibration"},
     {"backends", "doctor"},
+    {"distill", "testing"},
+    {"audit"},
 ]
 MODEL_FREE = {"metrics", "plots", "results", "traces", "statistics", "costmodel"}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "vllm"}

@@ -44,11 +44,6 @@ CONTROLLERS = [FixedController(1), FixedController(4), FixedController(9), Spoil
 
 
 @pytest.fixture(scope="module")
-def target(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama")), implementation="native")
-
-
-@pytest.fixture(scope="module")
 def other(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
     return load_model(str(tiny_checkpoint("llama", seed=1)), implementation="native")
 

@@ -62,7 +62,8 @@ def summary_of(arms, metadata_arms=None, **changes) -> pd.DataFrame:
 
 
 def test_counts_and_ratios_by_hand():
-    row = summary_of({"plain": [plain_trace()], "fast": [by_hand()]}).loc["fast"]
+    table = summary_of({"plain": [plain_trace()], "fast": [by_hand()]})
+    plain, row = table.loc["plain"], table.loc["fast"]
     counts = ["num_requests", "num_tokens", "num_steps", "num_drafted", "num_examined", "num_accepted"]
     assert row[counts].tolist() == [1, 7, 3, 5, 4, 3]
     assert row["num_rejections"] == 1
@@ -77,6 +78,9 @@ def test_counts_and_ratios_by_hand():
     assert row["itl_p50_seconds"] == pytest.approx(0.1)
     assert row["step_latency_p50_seconds"] == pytest.approx(0.1)
     assert row["decode_seconds"] == pytest.approx(0.3)
+    plain_step = plain["decode_seconds"] / plain["num_steps"]
+    assert row["draft_cost"] == pytest.approx(row["draft_share"] * 0.3 / 5 / plain_step)
+    assert math.isnan(plain["draft_cost"])
     shares = row[[f"{part}_share" for part in ("draft", "forward", "verify", "rollback", "other")]]
     assert shares.tolist() == pytest.approx([0.03, 0.9, 0.06, 0.0, 0.01])
     assert row["peak_memory_bytes"] == 100

@@ -33,11 +33,6 @@ from tests.fakes import make_request
 Tokens = tuple[int, ...]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama")), implementation="native")
-
-
 @pytest.fixture(scope="module", params=["plain", "prompt_lookup", "draft_model", "self"])
 def engine(request: pytest.FixtureRequest, target: LoadedModel, tiny_checkpoint: Callable[..., Path]) -> Engine:
     drafters: dict[str, Callable[[], Drafter]] = {

@@ -28,7 +28,9 @@ The distribution
     test_options::test_top_p
 - probabilities dropped on the way, so that sampled drafts are verified as one-hot
     test_pitfalls::test_a_draft_token_is_what_its_reported_distribution_gives
-- a rule with another rule's threshold or residual (a block rule, once there is one, owes the same)
+- a rule with another rule's threshold or residual
+    verifiers/test_exact::test_every_lossless_rule_is_exact
+    verifiers/test_exact::test_wrong_last_tokens_of_block_verification
     verifiers/test_rejection::test_oracle_catches_a_wrong_last_token
 - at temperature 0 an untempered softmax lets a draft through that is not the argmax
     verifiers/test_rejection::test_at_temperature_zero_it_is_greedy
@@ -49,6 +51,7 @@ Cache and batch
     test_hf_adapter::test_any_appends_and_rollbacks_leave_no_trace
 - recurrent models: rejected drafts stay in the state
     test_engine::test_a_model_that_cannot_roll_back_is_refused_when_the_engine_is_built
+    test_bad_input::test_a_draft_that_cannot_roll_back_is_refused_when_the_engine_is_built
 - a draft model with a shorter context crashes at its end
     drafters/test_draft_model::test_a_draft_with_a_shorter_window_stops_drafting_and_decoding_goes_on
 - padding ids of short drafts counted or emitted
@@ -58,7 +61,9 @@ Vocabulary, processors, state
 - same tokenizer, differently padded vocabulary
     drafters/test_draft_model::test_padded_vocabularies_are_aligned_and_padding_is_never_drafted
 - different tokenizers
-    drafters/test_draft_model::test_another_tokenizer_is_refused_by_name
+    models/test_translation::test_what_only_one_has_is_never_proposed
+    models/test_translation::test_a_hopeless_overlap_is_refused_with_its_size
+    drafters/test_autoregressive::test_sampled_output_has_the_targets_distribution
 - penalties computed once per block
     test_options::test_repetition_penalty
     test_options::test_presence_penalty
@@ -159,11 +164,6 @@ def test_every_kind_is_held_by_tests_that_exist() -> None:
 def defined_in(file: str) -> set[str]:
     tree = ast.parse((TESTS / f"{file}.py").read_text(encoding="utf-8"))
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
-
-
-@pytest.fixture(scope="module")
-def target(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama")), implementation="native")
 
 
 @pytest.fixture(scope="module")

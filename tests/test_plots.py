@@ -31,7 +31,12 @@ def summary_row(run: int, arm: str, temperature: float = 0.0) -> dict[str, objec
         **row,
         **{column.name: "x" for column in SUMMARY_COLUMNS if column.kind == "text"},
         **{"workload": workload, "tier": tier, "temperature": temperature, "arm": arm, "synthetic": synthetic},
-        **{"num_draft_tokens": gamma, "model_entropy_bits": entropy + 0.01 * gamma, "num_requests": 32},
+        **{
+            "num_draft_tokens": gamma,
+            "controller": "fixed",
+            "model_entropy_bits": entropy + 0.01 * gamma,
+            "num_requests": 32,
+        },
         **{"speedup": speedup, "speedup_low": speedup - 0.1, "speedup_high": speedup + 0.1},
         **{"acceptance_rate": math.nan if gamma == 0 else 0.7, "repetition_share": 0.2 * run},
         **{"step_latency_p99_seconds": 0.05, "step_latency_p99_low_seconds": 0.04},

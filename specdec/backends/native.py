@@ -100,7 +100,7 @@ def load_pair(
 ) -> NativeBackend:
     """A target and its drafter, ready to generate, losslessly.
 
-    target: an embedded model, a local directory or a hub id. draft: the same, for a draft model with the target's
+    target: an embedded model, a local directory or a hub id. draft: the same, for a draft model, best with the target's
     tokenizer; or any `Drafter`; None: prompt lookup. num_draft_tokens: gamma; 0 is plain decoding.
     """
     if isinstance(draft, str):

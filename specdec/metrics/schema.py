@@ -93,6 +93,10 @@ SUMMARY_COLUMNS: tuple[Column, ...] = (
     *_quantiles("step_latency", "duration of a decode step"),
     _number("decode_seconds", "wall-clock of all decode steps, shared within a batch; what the shares are of"),
     _number("draft_share", "share of it spent drafting"),
+    _number(
+        "draft_cost",
+        "c: seconds spent drafting per token proposed ÷ seconds of a plain decode step; a tree's nodes count as tokens",
+    ),
     _number("forward_share", "share of it in the target's forward"),
     _number("verify_share", "share of it deciding what to keep"),
     _number("rollback_share", "share of it rolling caches back"),

@@ -28,6 +28,7 @@ def summarise(
     """
     frames = Frames(steps, tokens, requests)
     plain = requests[requests["arm"] == metadata.plain_arm]
+    plain_steps = _decode_steps(frames.arm(metadata.plain_arm).steps)
     rows = [
         _identity(metadata, name, arm)
         | _counts(frames.arm(name))
@@ -36,6 +37,7 @@ def summarise(
         | _speed(frames.arm(name).requests, plain, seed)
         | _latency(frames.arm(name))
         | _shares(_decode_steps(frames.arm(name).steps))
+        | _draft_cost(_decode_steps(frames.arm(name).steps), plain_steps)
         for name, arm in metadata.arms.items()
     ]
     columns = [column.name for column in SUMMARY_COLUMNS]
@@ -155,6 +157,12 @@ def _shares(steps: pd.DataFrame) -> Row:
     totals = {part: _weighted(steps[f"{part}_seconds"], weights) for part in PARTS}
     total = sum(totals.values()) if len(steps) else 0.0
     return {"decode_seconds": total, **{f"{part}_share": ratio(totals[part], total) for part in PARTS}}
+
+
+def _draft_cost(steps: pd.DataFrame, plain: pd.DataFrame) -> Row:
+    drafted, seconds = _total(steps["num_drafted"]), steps["draft_seconds"].sum(skipna=False)
+    per_plain_step = ratio(float(_step_seconds(plain).sum(skipna=False)), len(plain))
+    return {"draft_cost": ratio(ratio(float(seconds), drafted), per_plain_step) if drafted else np.nan}
 
 
 def _weighted(seconds: pd.Series, weights: NDArray[np.float64]) -> float:

@@ -93,7 +93,7 @@ def p99_by_workload(table: pd.DataFrame, ax: Axes, name: str, styles: dict[str, 
 
 
 def step_time(table: pd.DataFrame, ax: Axes) -> None:
-    """Stacked shares of step time per arm, runs pooled by seconds, with the mean step's milliseconds."""
+    """Stacked shares of step time per arm, runs pooled by seconds, the mean step in milliseconds, and draft cost c."""
     colours = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
     seconds = table[[f"{part}_share" for part in PARTS]].mul(table["decode_seconds"], axis=0)
     totals = seconds.assign(arm=table["arm"], all=table["decode_seconds"], steps=table["num_steps"])
@@ -105,12 +105,15 @@ def step_time(table: pd.DataFrame, ax: Axes) -> None:
         left = left + width
     spread = table.groupby("arm", sort=False)["forward_share"].agg(["min", "max"])
     ax.hlines(range(len(pooled)), spread["min"], spread["max"], color=INK, linewidth=1.2)
-    for place, step in enumerate((pooled["all"] / pooled["steps"].astype(float)) * 1e3):
-        ax.text(1.02, place, f"{step:.1f} ms", va="center", fontsize=8, color=GREY)
+    cost = table.groupby("arm", sort=False)["draft_cost"].median()
+    milliseconds = (pooled["all"] / pooled["steps"].astype(float)) * 1e3
+    for place, (step, c) in enumerate(zip(milliseconds, cost[pooled.index], strict=True)):
+        said = f"{step:.1f} ms" if np.isnan(c) else f"{step:.1f} ms, c = {c:.3f}"
+        ax.text(1.02, place, said, va="center", fontsize=8, color=GREY)
     synthetic = table.drop_duplicates("arm").set_index("arm")["synthetic"]
     ax.set_yticks(range(len(pooled)), [arm + (" (synthetic)" if synthetic[arm] else "") for arm in pooled.index])
     ax.set_ylim(len(pooled) - 0.5, -0.5)
-    ax.set_xlim(0, 1.22)
+    ax.set_xlim(0, 1.4)
     ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "", "50 %", "", "100 %"])
     ax.grid(visible=False, axis="y")
 

@@ -12,9 +12,9 @@ from typing import Any
 import pandas as pd
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from experiments.building import build
+from specdec import hub
 from specdec.errors import UsageError
 from specdec.types import Prompt
 from specdec.workloads import Workload, load_dataset
@@ -41,6 +41,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(hub, "in_reach", refuse)
 
 
 def jsonl(folder: Path, rows: Sequence[object], name: str = "rows.jsonl") -> str:
@@ -187,14 +188,6 @@ def test_local(configured: Callable[..., Workload]) -> None:
     assert (workload.name, ids(workload), texts(workload)) == ("mine", ["mine-1"], ["One."])
 
 
-def test_every_shipped_configuration_maps_a_text() -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        for path in sorted((CONF / "workload").glob("*.yaml")):
-            cfg = compose("config", [f"workload={path.stem}"]).workload
-            if cfg._target_.endswith("load_dataset") and path.stem != "dataset_base":
-                assert OmegaConf.to_container(cfg.columns)["text"], path.stem  # type: ignore[index,call-overload]
-
-
 # Where rows come from.
 
 
@@ -248,25 +241,27 @@ def test_the_hub_is_asked_for_what_was_configured(monkeypatch: pytest.MonkeyPatc
 
     asked: list[dict[str, Any]] = []
 
-    def hub(**how: Any) -> Any:
-        asked.append(how)
+    def load(**how: Any) -> Any:
+        asked.append(how | {"offline": datasets.config.HF_HUB_OFFLINE})
         return datasets.DatasetDict({"test": datasets.Dataset.from_list([{"text": "One."}, {"text": "Two."}])})
 
-    monkeypatch.setattr(datasets, "load_dataset", hub)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "in_reach", lambda: True)
     workload = load_dataset("owner/name", columns=TEXT, config="small", streaming=True)
-    assert asked == [{"path": "owner/name", "name": "small", "streaming": True}]
+    assert asked == [{"path": "owner/name", "name": "small", "streaming": True, "offline": False}]
     assert (workload.name, texts(workload)) == ("name", ["One.", "Two."])
     assert "it has test" in refusal("owner/name", split="validation")
+    # Out of reach, what was loaded before comes out of the cache, without half a minute of trying.
+    monkeypatch.setattr(hub, "in_reach", lambda: False)
+    assert len(load_dataset("owner/name", columns=TEXT).prompts) == 2
+    assert asked[-1]["offline"]
+    assert not datasets.config.HF_HUB_OFFLINE
 
 
 def test_a_hub_that_cannot_be_reached_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-    import huggingface_hub
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "in_reach", lambda: False)
     message = refusal("openai/not-in-any-cache")
-    assert all(word in message for word in ("openai/not-in-any-cache", "hub", "workload.path"))
+    assert all(word in message for word in ("openai/not-in-any-cache", "does not answer", "workload.path"))
 
 
 # What the options do.
