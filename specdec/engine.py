@@ -23,7 +23,7 @@ from specdec.models.tokenizer import Tokenizer
 from specdec.recording import Lap, Recording, StepId, Verified, record_step
 from specdec.sequence import OnChunk, Sequence_
 from specdec.timing import PeakMemory, Stopwatch
-from specdec.types import Draft, Request, Trace, Verdict
+from specdec.types import Draft, Request, Trace
 from specdec.uniforms import Uniforms
 from specdec.verifiers.base import Verifier
 
@@ -76,6 +76,7 @@ class Engine:
         self.controller = controller
         self.tokenizer = tokenizer
         self._watches_drafts = type(controller).stop is not Controller.stop
+        self._reports_verdicts = type(drafter).observe is not Drafter.observe
         self._new_cache = new_cache
         self._memory = PeakMemory(target.device)
         self._cache = cache
@@ -157,11 +158,12 @@ class Engine:
         logits, hidden = self._forward(context, draft)
         lap.forward = clock.lap()
 
-        verdict, recording = self._verify(batch, context, draft, logits, uniforms)
+        verified, recording = self._verify(batch, context, draft, logits, uniforms)
         lap.verify = clock.lap()
 
         self._keep(context, recording.paths)
-        self.drafter.observe(context, draft, verdict, hidden)
+        if self._reports_verdicts:
+            self.drafter.observe(context, draft, verified.in_token_ids(), hidden)
         lap.rollback = clock.lap()
 
         for row, sequence in enumerate(batch):
@@ -201,14 +203,12 @@ class Engine:
 
     def _verify(
         self, batch: Sequence[Sequence_], context: DraftContext, draft: Draft, logits: Tensor, uniforms: Uniforms
-    ) -> tuple[Verdict, Recording]:
+    ) -> tuple[Verified, Recording]:
         """Decide what stays of the draft, and read back what is to be kept of the step."""
         judged = judge(draft, logits, context.sampling, context.seen(draft.tokens, draft.parents))
         verdict = self.verifier.verify(judged.draft, judged.target_probs, uniforms.on(judged.target_probs.device))
-        recording = record_step(
-            Verified(logits, context.sampling, judged, verdict), self._where(batch), self.target.name
-        )
-        return judged.translated(verdict), recording
+        verified = Verified(logits, context.sampling, judged, verdict)
+        return verified, record_step(verified, self._where(batch), self.target.name)
 
     def _keep(self, context: DraftContext, paths: Sequence[Sequence[int]]) -> None:
         """Roll the target's cache back to the root token and the accepted path."""

@@ -8,7 +8,7 @@ one row's choices and drafts only equality matters to any rule, and at most 2K +
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -73,8 +73,9 @@ class Certain(Judged):
 
     def translated(self, verdict: Verdict) -> Verdict:
         """See `Judged.translated`."""
-        names = verdict.next_token.tolist()
-        return replace(verdict, next_token=torch.tensor([ids[n] for ids, n in zip(self.token_ids, names, strict=True)]))
+        names = zip(self.token_ids, verdict.next_token.tolist(), strict=True)
+        next_token = torch.tensor([ids[name] for ids, name in names])
+        return Verdict(verdict.path, verdict.num_accepted, verdict.num_examined, next_token)
 
     def measured(self, verdict: Verdict, width: int) -> tuple[list[list[Measured]], list[Measured]]:
         """See `Judged.measured`."""

@@ -129,6 +129,10 @@ class Verified:
     judged: Judged
     verdict: Verdict
 
+    def in_token_ids(self) -> Verdict:
+        """The verdict as a drafter understands it."""
+        return self.judged.translated(self.verdict)
+
 
 def record_step(verified: Verified, where: Sequence[StepId], model: str) -> Recording:
     """Measure a verified step and read it back.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -50,6 +52,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # tiny matrices; and sums do not depend on how many cores a machine has
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is not None:  # timed runs of another worker would be refused: their locks lie in the temporary folder
+        folder = Path(tempfile.gettempdir(), f"specdec-tests-{os.getuid()}-{worker}")
+        folder.mkdir(exist_ok=True)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
 def make_tokenizer(special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> transformers.PreTrainedTokenizerFast:

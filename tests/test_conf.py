@@ -30,7 +30,7 @@ PAIRS = sorted(path.stem for path in (CONF / "pair").glob("*.yaml"))
 OPTIONS = [
     f"{folder.name}={path.stem}"
     for folder in sorted(CONF.iterdir())
-    if folder.is_dir() and folder.name not in ("experiment", "pair")
+    if folder.is_dir() and folder.name not in ("experiment", "pair", "training")
     for path in sorted(folder.glob("*.yaml"))
     if not path.stem.endswith("base")
 ]
@@ -111,10 +111,10 @@ def test_every_option_composes_and_builds_a_run(
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_every_experiment_composes_and_builds_its_arms(
-    experiment: str, temperature: int, tiny: list[str], shallow: Path
+    experiment: str, temperature: int, tiny: list[str], head: Path, shallow: Path
 ) -> None:
     cfg = without_hydra(composed(f"experiment={experiment}", f"sampling.temperature={temperature}", *tiny))
-    fit_to_tiny(cfg, shallow)
+    fit_to_tiny(cfg, head, shallow)
     arms, skipped = build_arms(cfg, {"drafter": "prompt_lookup"}, instantiate(cfg.target))
     assert next(iter(arms)) == PLAIN
     assert set(arms) | set(skipped) == {PLAIN, "prompt_lookup", *cfg.arms}
@@ -122,7 +122,7 @@ def test_every_experiment_composes_and_builds_its_arms(
     assert cfg.name == experiment
 
 
-def fit_to_tiny(cfg: DictConfig, shallow: Path) -> None:
+def fit_to_tiny(cfg: DictConfig, head: Path, shallow: Path) -> None:
     """Drafts that were trained for the embedded target, and layers the tiny one lacks, replaced in the arms."""
     for arm in (cfg, *cfg.arms.values()):
         target = str(OmegaConf.select(arm, "drafter._target_", default=""))
@@ -130,6 +130,19 @@ def fit_to_tiny(cfg: DictConfig, shallow: Path) -> None:
             arm.drafter.checkpoint = str(shallow)
         if target.endswith("EarlyExitDrafter"):
             arm.drafter.num_layers = 2
+        if target.endswith("EagleDrafter"):
+            arm.drafter.checkpoint = str(head)
+        if target.endswith("CascadeDrafter"):
+            arm.drafter.second.checkpoint = str(head)
+
+
+@pytest.mark.parametrize("drafter", ["eagle", "draft_model"])
+def test_a_distillation_takes_the_recipe_of_its_drafter(drafter: str) -> None:
+    cfg = without_hydra(compose("distill", [f"drafter={drafter}"], return_hydra_config=True))
+    assert instantiate(cfg.training.recipe).kind == drafter
+    assert instantiate(cfg.training.plan).steps == cfg.training.plan.steps
+    assert instantiate(cfg.harvest.plan).hidden_layers[-1] == -1
+    assert sorted(path.stem for path in (CONF / "training").glob("*.yaml")) == ["draft_model", "eagle"]
 
 
 @pytest.mark.parametrize("verifier", ["typical", "synthetic"])
