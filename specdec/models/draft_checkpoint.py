@@ -233,6 +233,7 @@ def _write_folder(directory: Path, config: Mapping[str, Any], weights: Mapping[s
             save_file(stored, made / _WEIGHTS, metadata={"format": "pt", "kind": config["kind"]})
         except SafetensorError as error:
             raise OSError(str(error)) from error
+        (made / _WEIGHTS).chmod(0o644)  # safetensors writes for its owner alone
         if directory.exists():
             directory.rename(Path(name, "old"))
         made.rename(directory)
