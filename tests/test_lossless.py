@@ -127,8 +127,9 @@ def exact_joint(model: LanguageModel, prompt: tuple[int, ...], sampling: Samplin
 def sampled_counts(engine: Engine, prompt: tuple[int, ...], sampling: SamplingParams) -> np.ndarray:
     counts: Counter[tuple[int, ...]] = Counter()
     for start in range(0, NUM_SAMPLES, 4000):
-        requests = [Request(f"{i}", prompt, sampling, max_new_tokens=3) for i in range(start, start + 4000)]
-        counts.update(trace.token_ids for trace in engine.generate(requests))
+        # One token more than is counted, so that drafts may be two tokens long.
+        requests = [Request(f"{i}", prompt, sampling, max_new_tokens=4) for i in range(start, start + 4000)]
+        counts.update(trace.token_ids[:3] for trace in engine.generate(requests))
     table = np.zeros((VOCABULARY,) * 3)
     for triple, count in counts.items():
         table[triple] = count
