@@ -19,7 +19,7 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from experiments.building import build
+from experiments.building import INTERRUPTED, build
 from specdec import results
 from specdec.distill.card import card
 from specdec.distill.harvest import HarvestPlan
@@ -31,9 +31,6 @@ from specdec.models.loading import LoadedModel
 from specdec.plots.training import training_curves
 from specdec.types import Prompt
 from specdec.workloads import load_workload
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="distill")

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from experiments.arms import PLAIN, Arm, build_arms
-from experiments.building import build, plug_in
+from experiments.building import INTERRUPTED, build, plug_in
 from experiments.report import report, table
 from specdec import results, traces
 from specdec.errors import ModelError, UsageError
@@ -39,9 +39,6 @@ log = logging.getLogger(__name__)
 
 NOT_IDENTITY = ("name", "results_dir", "share_device", "require_lossless")
 """Settings that leave the result as it is."""
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 class NotLosslessError(RuntimeError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 
 from experiments.bench.plan import Plan
+from experiments.bench.rule_times import time_rules
 from experiments.bench.subject import Subject
 from experiments.bench.systems import OURS
 from experiments.bench.tables import Row, groups, spread
-from experiments.bench_verifiers import time_rules
 
 
 def measure(subject: Subject, plan: Plan) -> pd.DataFrame:

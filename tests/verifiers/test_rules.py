@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from experiments.bench_verifiers import time_rules
+from experiments.bench.rule_times import time_rules
 from specdec.errors import UsageError
 from specdec.sampling import one_hot, sample
 from specdec.testing.exact import LatticeUniforms
