@@ -17,10 +17,10 @@ from specdec.cache.base import Cache
 from specdec.controllers.base import Controller, Observation
 from specdec.drafters.base import DraftContext, Drafter
 from specdec.errors import UsageError
-from specdec.judging import judge
+from specdec.judging import Judged, judge
 from specdec.models.base import LanguageModel
 from specdec.models.tokenizer import Tokenizer
-from specdec.recording import Lap, Recording, StepId, Verified, record_step
+from specdec.recording import Lap, Recording, StepId, record_step
 from specdec.sequence import OnChunk, Sequence_
 from specdec.timing import PeakMemory, Stopwatch
 from specdec.types import Draft, Request, Trace
@@ -158,12 +158,12 @@ class Engine:
         logits, hidden = self._forward(context, draft)
         lap.forward = clock.lap()
 
-        verified, recording = self._verify(batch, context, draft, logits, uniforms)
+        judged, recording = self._verify(batch, context, draft, logits, uniforms)
         lap.verify = clock.lap()
 
         self._keep(context, recording.paths)
         if self._reports_verdicts:
-            self.drafter.observe(context, draft, verified.in_token_ids(), hidden)
+            self.drafter.observe(context, draft, judged.verdict, hidden)
         lap.rollback = clock.lap()
 
         for row, sequence in enumerate(batch):
@@ -203,12 +203,11 @@ class Engine:
 
     def _verify(
         self, batch: Sequence[Sequence_], context: DraftContext, draft: Draft, logits: Tensor, uniforms: Uniforms
-    ) -> tuple[Verified, Recording]:
+    ) -> tuple[Judged, Recording]:
         """Decide what stays of the draft, and read back what is to be kept of the step."""
-        judged = judge(draft, logits, context.sampling, context.seen(draft.tokens, draft.parents))
-        verdict = self.verifier.verify(judged.draft, judged.target_probs, uniforms.on(judged.target_probs.device))
-        verified = Verified(logits, context.sampling, judged, verdict)
-        return verified, record_step(verified, self._where(batch), self.target.name)
+        seen = context.seen(draft.tokens, draft.parents)
+        judged = judge(self.verifier, draft, logits, context.sampling, seen, uniforms)
+        return judged, record_step(judged, self._where(batch), self.target.name)
 
     def _keep(self, context: DraftContext, paths: Sequence[Sequence[int]]) -> None:
         """Roll the target's cache back to the root token and the accepted path."""

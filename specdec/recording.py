@@ -6,12 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from specdec.errors import ModelError
 from specdec.judging import Judged, Measured
-from specdec.sampling import entropy_bits, logits_entropy_bits
-from specdec.types import SamplingParams, StepRecord, TokenKind, TokenRecord, Verdict
+from specdec.sampling import logits_entropy_bits
+from specdec.types import StepRecord, TokenKind, TokenRecord
 
 
 @dataclass
@@ -120,39 +118,20 @@ def _token_record(where: StepId, position: int, kind: TokenKind, node: _Node) ->
     )
 
 
-@dataclass(frozen=True)
-class Verified:
-    """A step from the target's logits [B, K + 1, V] to the verdict on what was judged."""
-
-    logits: Tensor
-    sampling: Sequence[SamplingParams]
-    judged: Judged
-    verdict: Verdict
-
-    def in_token_ids(self) -> Verdict:
-        """The verdict as a drafter understands it."""
-        return self.judged.translated(self.verdict)
-
-
-def record_step(verified: Verified, where: Sequence[StepId], model: str) -> Recording:
-    """Measure a verified step and read it back.
+def record_step(judged: Judged, where: Sequence[StepId], model: str) -> Recording:
+    """Measure a judged step and read it back.
 
     Raises `ModelError` where the target's logits are NaN or +inf, before anything of the step is emitted.
     """
-    draft, verdict = verified.judged.draft, verified.verdict
-    num_accepted, num_examined, drafted = (
-        counts.tolist() for counts in (verdict.num_accepted, verdict.num_examined, draft.lengths)
-    )
-    paths = [row[:count] for row, count in zip(verdict.path.tolist(), num_accepted, strict=True)]
-    parents = [list(range(-1, draft.width - 1))] * len(paths) if draft.parents is None else draft.parents.tolist()
+    paths, parents, num_examined = judged.paths, judged.parents, judged.num_examined
     examined = [
         [*path, parents[row].index(path[-1] if path else -1)] if num_examined[row] > len(path) else path
         for row, path in enumerate(paths)
     ]
     # Nobody asks for what lies behind the last node examined.
     width = 1 + max((node for nodes in examined for node in nodes), default=-1)
-    model_bits, sampling_bits = _entropies(verified, width)
-    measured, granted = verified.judged.measured(verdict, width)
+    model_bits, sampling_bits = _entropies(judged, width)
+    measured, granted = judged.measured(width)
 
     def node(row: int, found: Measured, parent: int) -> _Node:
         return _Node(found, model_bits[row][parent + 1], sampling_bits[row][parent + 1])
@@ -161,18 +140,16 @@ def record_step(verified: Verified, where: Sequence[StepId], model: str) -> Reco
     drawn = [node(row, found, paths[row][-1] if paths[row] else -1) for row, found in enumerate(granted)]
     for row, place in enumerate(where):
         _refuse_broken([*nodes[row], drawn[row]], place, model)
-    return Recording(where, paths, drafted, nodes, drawn)
+    return Recording(where, paths, judged.drafted, nodes, drawn)
 
 
-def _entropies(verified: Verified, width: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Model and sampling entropy in bits at the first `width` + 1 positions. Two common cases need no second pass."""
-    likely = verified.judged.likely
-    model = logits_entropy_bits(verified.logits[:, : width + 1], None if likely is None else likely[:, : width + 1])
-    if all(sampling.greedy for sampling in verified.sampling):
-        return model, [[0.0] * len(row) for row in model]
-    if all(sampling.untouched for sampling in verified.sampling):
+def _entropies(judged: Judged, width: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Model and sampling entropy in bits at the first `width` + 1 positions; one and the same where nothing is cut."""
+    likely, sampling = judged.likely, judged.sampling
+    model = logits_entropy_bits(judged.logits[:, : width + 1], None if likely is None else likely[:, : width + 1])
+    if all(params.untouched for params in sampling):
         return model, model
-    return model, entropy_bits(verified.judged.target_probs[:, : width + 1]).tolist()
+    return model, judged.sampling_entropy_bits(width)
 
 
 def _refuse_broken(nodes: list[_Node], where: StepId, model: str) -> None:

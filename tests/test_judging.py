@@ -1,4 +1,4 @@
-"""Renaming tokens changes no verdict: what a rule decides over 2K + 1 names it decides over the vocabulary."""
+"""Comparing tokens decides what the rule would have decided from one-hot distributions over the vocabulary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.judging import Certain, Judged, judge
+from specdec.errors import UsageError
+from specdec.judging import ByComparison, ByRule, Judged, judge
 from specdec.sampling import one_hot
 from specdec.types import PADDING, Draft, SamplingParams
 from specdec.uniforms import Uniforms
@@ -56,7 +57,6 @@ def random_step(seed: int, *, tree: bool = False) -> tuple[Draft, torch.Tensor]:
     [
         (GreedyVerifier(), False),
         (RejectionVerifier(), False),
-        (SyntheticVerifier(0.5), False),
         (GreedyTreeVerifier(), True),
         (GreedyTreeVerifier(), False),
         (BlockVerifier(), False),
@@ -70,20 +70,25 @@ def random_step(seed: int, *, tree: bool = False) -> tuple[Draft, torch.Tensor]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_renamed_step_is_judged_as_the_written_out_one(seed: int, verifier: Verifier, tree: bool) -> None:
+def test_comparing_tokens_is_what_the_rule_would_decide(seed: int, verifier: Verifier, tree: bool) -> None:
     draft, logits = random_step(seed, tree=tree)
     uniforms = Uniforms(range(4), [seed] * 4, positions=range(4))
-    renamed = judge(draft, logits, [SamplingParams()] * 4, seen)
-    written = Judged(draft, one_hot(logits.argmax(-1), VOCABULARY), None)
-    assert isinstance(renamed, Certain)
-    verdicts = [
-        judged.translated(verifier.verify(judged.draft, judged.target_probs, uniforms)) for judged in (renamed, written)
-    ]
-    for field in ("path", "num_accepted", "num_examined", "next_token"):
-        assert torch.equal(getattr(verdicts[0], field), getattr(verdicts[1], field)), field
-    kept = int(verdicts[0].num_examined.max())
-    names = verifier.verify(renamed.draft, renamed.target_probs, uniforms)
-    assert _inside(renamed.measured(names, kept), draft) == _inside(written.measured(verdicts[1], kept), draft)
+    compared = judge(verifier, draft, logits, [SamplingParams()] * 4, seen, uniforms)
+    probs = one_hot(logits.argmax(-1), VOCABULARY)
+    ruled = ByRule(logits, [SamplingParams()] * 4, draft, probs, verifier.verify(draft, probs, uniforms))
+    assert isinstance(compared, ByComparison)
+    for field in ("num_accepted", "num_examined", "next_token"):
+        assert torch.equal(getattr(compared.verdict, field), getattr(ruled.verdict, field)), field
+    assert _paths(compared) == _paths(ruled) == compared.paths == ruled.paths
+    assert compared.num_examined == ruled.num_examined
+    assert compared.parents == ruled.parents
+    width = max(compared.num_examined)
+    assert _inside(compared.measured(width), draft) == _inside(ruled.measured(width), draft)
+    assert compared.sampling_entropy_bits(width) == ruled.sampling_entropy_bits(width)
+
+
+def _paths(judged: Judged) -> list[list[int]]:
+    return [[node for node in row if node != PADDING] for row in judged.verdict.path.tolist()]
 
 
 def _inside(measured: tuple[list, list], draft: Draft) -> tuple[list, list]:
@@ -92,18 +97,32 @@ def _inside(measured: tuple[list, list], draft: Draft) -> tuple[list, list]:
     return [row[:length] for row, length in zip(nodes, draft.lengths.tolist(), strict=True)], granted
 
 
+def test_a_rule_that_does_not_decide_greedily_is_asked() -> None:
+    draft, logits = random_step(3)
+    uniforms = Uniforms(range(4), [0] * 4, positions=range(4))
+    nothing = judge(SyntheticVerifier(0.0), draft, logits, [SamplingParams()] * 4, seen, uniforms)
+    strictest = judge(TypicalVerifier(1.0, 1.0), draft, logits, [SamplingParams()] * 4, seen, uniforms)
+    assert nothing.paths == strictest.paths == [[]] * 4
+
+
 @pytest.mark.parametrize(
     "params", [SamplingParams(temperature=0.7), SamplingParams(repetition_penalty=1.2), SamplingParams(top_k=3, seed=1)]
 )
-def test_only_certain_steps_are_renamed(params: SamplingParams) -> None:
+def test_only_certain_steps_are_compared(params: SamplingParams) -> None:
     draft, logits = random_step(3)
-    judged = judge(draft, logits, [params] * 4, seen)
-    assert isinstance(judged, Certain) == (params.greedy and not params.penalised)
-    torch.testing.assert_close(judged.target_probs.sum(-1), torch.ones(4, draft.width + 1))
+    uniforms = Uniforms(range(4), [0] * 4, positions=range(4))
+    judged = judge(RejectionVerifier(), draft, logits, [params] * 4, seen, uniforms)
+    assert isinstance(judged, ByComparison) == (params.greedy and not params.penalised)
+
+
+def test_a_tree_is_not_compared_for_a_rule_of_chains() -> None:
+    draft, logits = random_step(4, tree=True)
+    with pytest.raises(UsageError, match="accepts trees"):
+        judge(RejectionVerifier(), draft, logits, [SamplingParams()] * 4, seen, Uniforms(range(4), [0] * 4))
 
 
 def test_arguments_are_left_alone() -> None:
     draft, logits = random_step(4)
     before = (draft.tokens.clone(), draft.lengths.clone(), logits.clone())
-    judge(draft, logits, [SamplingParams()] * 4, seen)
+    judge(RejectionVerifier(), draft, logits, [SamplingParams()] * 4, seen, Uniforms(range(4), [0] * 4))
     assert all(torch.equal(a, b) for a, b in zip(before, (draft.tokens, draft.lengths, logits), strict=True))

@@ -29,6 +29,8 @@ class Verifier(ABC):
     tokenwise: drafts are chains judged one token after another, so that accepted ÷ examined estimates alpha.
     coupled: tokens are chosen by the noise of their position (`Uniforms.choose`), and drafters may use the same.
     synthetic: acceptance is set, not earned; named so wherever it appears.
+    greedy_when_certain: where target and draft distributions are one-hot, the rule decides as `GreedyTreeVerifier`. The
+        engine then compares tokens and does not ask it.
 
     Drafts without probabilities are one-hot to every rule.
     """
@@ -40,6 +42,7 @@ class Verifier(ABC):
     tokenwise: bool = True
     coupled: bool = False
     synthetic: bool = False
+    greedy_when_certain: bool = False
 
     @abstractmethod
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:

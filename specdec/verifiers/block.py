@@ -20,8 +20,7 @@ from specdec.sampling import sample, token_probs
 from specdec.types import Draft, Verdict
 from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
-from specdec.verifiers.greedy import GreedyVerifier
-from specdec.verifiers.rejection import chain_verdict, is_certain, recovered_or_bonus_probs, refuse_trees
+from specdec.verifiers.rejection import chain_verdict, recovered_or_bonus_probs, refuse_trees
 
 
 class BlockVerifier(Verifier):
@@ -31,12 +30,11 @@ class BlockVerifier(Verifier):
     """
 
     tokenwise = False
+    greedy_when_certain = True
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`. Raises `UsageError` for trees."""
         refuse_trees(draft)
-        if is_certain(draft, target_probs):
-            return GreedyVerifier().verify(draft, target_probs, uniforms)
         weights = _prefix_weights(draft, target_probs)  # [B, K + 1]
         num_accepted = _longest_kept(draft, target_probs, weights, uniforms.draw(Purpose.ACCEPT, 0, draft.width))
         weight = weights.gather(1, num_accepted[:, None])[:, 0]

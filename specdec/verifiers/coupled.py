@@ -14,8 +14,7 @@ from torch import Tensor
 from specdec.types import Draft, Verdict
 from specdec.uniforms import Uniforms
 from specdec.verifiers.base import Verifier
-from specdec.verifiers.greedy import GreedyVerifier
-from specdec.verifiers.rejection import chain_verdict, is_certain, refuse_trees
+from specdec.verifiers.rejection import chain_verdict, refuse_trees
 
 
 class CoupledVerifier(Verifier):
@@ -27,12 +26,11 @@ class CoupledVerifier(Verifier):
     """
 
     coupled = True
+    greedy_when_certain = True
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`. Raises `UsageError` for trees."""
         refuse_trees(draft)
-        if is_certain(draft, target_probs):
-            return GreedyVerifier().verify(draft, target_probs, uniforms)
         num_accepted = torch.zeros_like(draft.lengths, device=target_probs.device)
         next_token = torch.empty_like(num_accepted)
         rows = torch.arange(len(next_token), device=target_probs.device)

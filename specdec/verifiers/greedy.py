@@ -18,6 +18,7 @@ class GreedyVerifier(Verifier):
     """
 
     greedy_only = True
+    greedy_when_certain = True
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`. Raises `UsageError` for trees."""

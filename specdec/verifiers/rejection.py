@@ -11,9 +11,6 @@ Uniforms: `ACCEPT`, node i decides draft node i; `TARGET`, node 0 draws the one 
 
 from __future__ import annotations
 
-import math
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -23,8 +20,6 @@ from specdec.types import PADDING, Draft, Verdict
 from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
 
-_FEW_TOKENS = 64
-
 
 class RejectionVerifier(Verifier):
     """Accept a token with probability min(1, target / draft); replace the first rejected one from the residual.
@@ -33,10 +28,10 @@ class RejectionVerifier(Verifier):
     At temperature 0 it decides exactly as `GreedyVerifier`.
     """
 
+    greedy_when_certain = True
+
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`. Raises `UsageError` for trees."""
-        if draft.probs is None and draft.parents is None and _is_small(target_probs):
-            return _one_by_one(draft, target_probs, uniforms)
         target = token_probs(target_probs[:, : draft.width], draft.tokens)  # [B, K]
         threshold = uniforms.draw(Purpose.ACCEPT, 0, draft.width)
         if draft.probs is not None:
@@ -46,71 +41,6 @@ class RejectionVerifier(Verifier):
         distribution = recovered_or_bonus_probs(draft, target_probs, num_accepted)
         next_token = sample(distribution, uniforms.draw(Purpose.TARGET, 0, 1)[:, 0])
         return chain_verdict(draft, num_accepted, next_token)
-
-
-def _is_small(target_probs: Tensor) -> bool:
-    """Whether rows are shorter than the overhead of tensor operations. A row's length alone decides, never B."""
-    return target_probs.device.type == "cpu" and target_probs.shape[-1] <= _FEW_TOKENS
-
-
-def is_certain(draft: Draft, target_probs: Tensor) -> bool:
-    """Whether draft and target are one-hot and few tokens matter: then greedy verification decides the same, sooner."""
-    return draft.probs is None and _is_small(target_probs) and bool((target_probs.amax(-1) == 1).all())
-
-
-def _one_by_one(draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
-    """The rule for deterministic drafts as the papers write it, one row and one token after another."""
-    tokens, lengths, probs = draft.tokens.tolist(), draft.lengths.tolist(), target_probs.tolist()
-    coins = _Coins(uniforms, draft.width)
-    counts, next_tokens = [], []
-    for row, length in enumerate(lengths):
-        count = 0
-        while count < length and coins.accept(row, count, probs[row][count][tokens[row][count]]):
-            count += 1
-        owed = list(probs[row][count])
-        if count < length:
-            owed[tokens[row][count]] = 0.0  # max(target - 1, 0); elsewhere the draft took nothing
-        counts.append(count)
-        next_tokens.append(coins.pick(row, owed if any(owed) else probs[row][count]))
-    paths = [[*range(count), *[PADDING] * (draft.width - count)] for count in counts]
-    examined = [min(count + 1, length) for count, length in zip(counts, lengths, strict=True)]
-    return Verdict(
-        torch.tensor(paths, dtype=torch.long),
-        *(torch.tensor(values) for values in (counts, examined, next_tokens)),
-    )
-
-
-class _Coins:
-    """A step's uniforms, drawn only if something is uncertain."""
-
-    def __init__(self, uniforms: Uniforms, width: int) -> None:
-        self._uniforms, self._width = uniforms, width
-
-    @cached_property
-    def _accept(self) -> list[list[float]]:
-        values: list[list[float]] = self._uniforms.draw(Purpose.ACCEPT, 0, self._width).tolist()
-        return values
-
-    @cached_property
-    def _target(self) -> list[list[float]]:
-        values: list[list[float]] = self._uniforms.draw(Purpose.TARGET, 0, 1).tolist()
-        return values
-
-    def accept(self, row: int, node: int, probability: float) -> bool:
-        """Whether the uniform of a node lies below the probability."""
-        return probability >= 1 or (probability > 0 and self._accept[row][node] < probability)
-
-    def pick(self, row: int, weights: list[float]) -> int:
-        """`sample` for one short row."""
-        possible = [token for token, weight in enumerate(weights) if weight > 0]
-        if len(possible) == 1:
-            return possible[0]
-        bound, reached = self._target[row][0] * math.fsum(weights), 0.0
-        for token in possible:
-            reached += weights[token]
-            if reached > bound:
-                return token
-        return possible[-1]
 
 
 def refuse_trees(draft: Draft) -> None:

@@ -23,8 +23,7 @@ from specdec.sampling import sample
 from specdec.types import PADDING, Draft, Verdict
 from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
-from specdec.verifiers.rejection import is_certain
-from specdec.verifiers.tree import GreedyTreeVerifier, parent_columns
+from specdec.verifiers.tree import parent_columns
 
 _Parents = list[int]
 """Of each node of one tree, -1 the root."""
@@ -38,11 +37,10 @@ class TraversalVerifier(Verifier):
 
     accepts_trees = True
     tokenwise = False
+    greedy_when_certain = True
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`."""
-        if is_certain(draft, target_probs):
-            return GreedyTreeVerifier().verify(draft, target_probs, uniforms)
         lengths = draft.lengths.tolist()
         columns = parent_columns(draft).tolist()
         trees = [[column - 1 for column in row[:length]] for row, length in zip(columns, lengths, strict=True)]

@@ -24,6 +24,7 @@ class GreedyTreeVerifier(Verifier):
     greedy_only = True
     accepts_trees = True
     tokenwise = False
+    greedy_when_certain = True
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`."""

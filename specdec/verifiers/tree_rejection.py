@@ -19,8 +19,7 @@ from specdec.sampling import sample
 from specdec.types import PADDING, Draft, Verdict
 from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
-from specdec.verifiers.rejection import is_certain
-from specdec.verifiers.tree import GreedyTreeVerifier, parent_columns
+from specdec.verifiers.tree import parent_columns
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ class TreeRejectionVerifier(Verifier):
 
     accepts_trees = True
     tokenwise = False
+    greedy_when_certain = True
 
     @abstractmethod
     def choose(self, siblings: Siblings) -> Choice:
@@ -72,8 +72,6 @@ class TreeRejectionVerifier(Verifier):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`."""
-        if is_certain(draft, target_probs):
-            return GreedyTreeVerifier().verify(draft, target_probs, uniforms)
         path, num_examined, owed = self._walk(draft, target_probs, uniforms.draw(Purpose.ACCEPT, 0, draft.width))
         return Verdict(
             path=path,

@@ -33,6 +33,7 @@ class TypicalVerifier(Verifier):
                 raise UsageError(f"{name}={value} is not a probability threshold; it must be in [0, 1]")
         self.epsilon = epsilon
         self.delta = delta
+        self.greedy_when_certain = min(epsilon, delta) < 1  # at 1 even a certain token is refused, and drawn
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`. Raises `UsageError` for trees."""

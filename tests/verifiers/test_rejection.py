@@ -51,25 +51,6 @@ def test_deterministic_drafts_are_one_hot(chain: tuple[int, ...]) -> None:
     assert emitted.mean_accepted == pytest.approx(first + first * second, abs=EXACT)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_one_by_one_and_together_are_the_same_rule(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    batch, width, vocab_size = 5, seed % 4, 2 + seed % 7
-    probs = torch.rand(batch, width + 1, vocab_size, generator=generator)
-    probs[probs < 0.3] = 0  # tokens that cannot be, and now and then a row with one token or none left over
-    probs[..., 0] += 1e-3
-    probs /= probs.sum(-1, keepdim=True)
-    lengths = torch.randint(0, width + 1, (batch,), generator=generator)
-    tokens = torch.randint(0, vocab_size, (batch, width), generator=generator)
-    draft = Draft(torch.where(torch.arange(width) < lengths[:, None], tokens, PADDING), lengths)
-    uniforms = Uniforms([request_key(seed, str(row)) for row in range(batch)], [1] * batch)
-    one_by_one = RejectionVerifier().verify(draft, probs, uniforms)
-    monkeypatch.setattr(rejection, "_FEW_TOKENS", 0)
-    together = RejectionVerifier().verify(draft, probs, uniforms)
-    for field in ("path", "num_accepted", "num_examined", "next_token"):
-        assert torch.equal(getattr(one_by_one, field), getattr(together, field)), field
-
-
 def test_ragged_drafts_that_look_only_back_keep_the_distribution() -> None:
     target, draft = lattice_language(2, 7), lattice_language(2, 8)
     emitted = emission(RejectionVerifier(), target, draft, 3, submit=lambda chain: 1 + chain[0] + chain[0] * chain[1])
