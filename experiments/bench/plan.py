@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from experiments.bench.rounds import Limit
 
-LOOKUP_TOKENS, NGRAM = 10, 3
+LOOKUP_TOKENS, NGRAM = 8, 3
 """Gamma and the longest n-gram of prompt lookup, on both sides."""
 
 
@@ -32,8 +32,8 @@ class Plan:
 
 
 FULL = Plan(
-    max_new_tokens=64,
-    generation=Limit(16, seconds=300),
+    max_new_tokens=128,
+    generation=Limit(16, seconds=420),
     forwards=Limit(40, seconds=45),
     contexts=(64, 256, 1024, 4096, 8192),
     prefills=Limit(3, seconds=20),
@@ -41,7 +41,7 @@ FULL = Plan(
     batch_sizes=(1, 2, 4, 8, 16),
     batch_tokens=32,
     batches=Limit(5, seconds=150),
-    drafters=Limit(8, seconds=75),
+    drafters=Limit(8, seconds=120),
     rules=100,
 )
 QUICK = Plan(

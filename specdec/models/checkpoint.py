@@ -73,6 +73,11 @@ class Checkpoint:
             _header(file)
         return files
 
+    @property
+    def num_bytes(self) -> int:
+        """What the weights take on disk."""
+        return sum(file.stat().st_size for file in self.weight_files)
+
     def _without_safetensors(self) -> str:
         pickles = [file.name for kind in ("*.bin", "*.pt", "*.pth") for file in self.directory.glob(kind)]
         found = f"only {pickles[0]}, a pickle, which can run code when loaded" if pickles else "no model.safetensors"

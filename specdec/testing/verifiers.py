@@ -24,6 +24,7 @@ from specdec.types import PADDING, Draft, Verdict
 from specdec.uniforms import Purpose, Uniforms, request_key
 from specdec.verifiers.base import SiblingDraws, Verifier
 from specdec.verifiers.greedy import GreedyVerifier
+from specdec.verifiers.tree import GreedyTreeVerifier
 
 EXACT = 1e-12
 """Total variation up to which an enumerated joint is the target's: what rounding of float64 leaves."""
@@ -85,7 +86,7 @@ def check_verifier(
 
 def check_declarations(case: VerifierCase) -> None:
     """What a rule declares is True or False."""
-    flags = ("lossless", "greedy_only", "accepts_trees", "tokenwise", "coupled", "synthetic")
+    flags = ("lossless", "greedy_only", "accepts_trees", "tokenwise", "coupled", "synthetic", "greedy_when_certain")
     for name in flags:
         value = getattr(case.rule, name)
         require(isinstance(value, bool), f"{name} is {value!r}, not True or False")
@@ -191,6 +192,19 @@ def check_greedy(case: VerifierCase) -> None:
         for name in ("num_accepted", "next_token"):
             right, own = getattr(wanted, name).tolist(), getattr(found, name).tolist()
             require(right == own, f"at temperature 0 {name} is {own}, and greedy verification says {right}")
+
+
+def check_certain(case: VerifierCase) -> None:
+    """Where it declares greedy_when_certain, one-hot distributions are decided as by `GreedyTreeVerifier`."""
+    if not case.rule.greedy_when_certain:
+        raise Inapplicable("it does not declare greedy_when_certain")
+    for question in _questions(case.rule):
+        choice = one_hot(argmax(question.target_probs.nan_to_num()), question.target_probs.shape[-1])
+        certain = replace(question, target_probs=choice, draft=replace(question.draft, probs=None))
+        wanted, found = certain.ask(GreedyTreeVerifier()), certain.ask(case.rule)
+        for name in ("num_accepted", "num_examined", "next_token"):
+            right, own = getattr(wanted, name).tolist(), getattr(found, name).tolist()
+            require(right == own, f"it declares greedy_when_certain, and {name} is {own} where greedy has {right}")
 
 
 def check_exactness(case: VerifierCase) -> str:
@@ -301,6 +315,7 @@ VERIFIER_CHECKS: tuple[Callable[[VerifierCase], str | None], ...] = (
     check_trees,
     check_empty_draft,
     check_greedy,
+    check_certain,
     check_exactness,
     check_decoding,
 )

@@ -30,7 +30,7 @@ class Verifier(ABC):
     coupled: tokens are chosen by the noise of their position (`Uniforms.choose`), and drafters may use the same.
     synthetic: acceptance is set, not earned; named so wherever it appears.
     greedy_when_certain: where target and draft distributions are one-hot, the rule decides as `GreedyTreeVerifier`. The
-        engine then compares tokens and does not ask it.
+        engine then compares tokens and does not ask it. Not inherited: a rule made out of another may decide otherwise.
 
     Drafts without probabilities are one-hot to every rule.
     """
@@ -43,6 +43,10 @@ class Verifier(ABC):
     coupled: bool = False
     synthetic: bool = False
     greedy_when_certain: bool = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.greedy_when_certain = cls.__dict__.get("greedy_when_certain", False)
 
     @abstractmethod
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:

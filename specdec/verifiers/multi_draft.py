@@ -16,6 +16,8 @@ class WithReplacementVerifier(TreeRejectionVerifier):
     elder siblings were known.
     """
 
+    greedy_when_certain = True
+
     def choose(self, siblings: Siblings) -> Choice:
         """See `TreeRejectionVerifier.choose`."""
         owed, mass = siblings.target.clone(), torch.ones_like(siblings.target[:, 0])

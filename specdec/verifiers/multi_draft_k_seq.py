@@ -21,6 +21,8 @@ class KSeqVerifier(WithReplacementVerifier):
     drafts without probabilities are deterministic instead, and judged as `TopKVerifier` does.
     """
 
+    greedy_when_certain = True
+
     siblings = SiblingDraws.INDEPENDENT
 
     def choose(self, siblings: Siblings) -> Choice:

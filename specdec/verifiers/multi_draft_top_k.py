@@ -15,6 +15,8 @@ class TopKVerifier(WithReplacementVerifier):
     probabilities, which it does not look at. EAGLE, Li et al. 2401.15077, section 3.3, and 2406.16858.
     """
 
+    greedy_when_certain = True
+
     def drawn_from(self, siblings: Siblings, index: int, which: Tensor) -> Tensor | None:
         """See `WithReplacementVerifier.drawn_from`."""
         return None

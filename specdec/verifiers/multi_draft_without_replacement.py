@@ -19,6 +19,8 @@ class WithoutReplacementVerifier(WithReplacementVerifier):
     siblings and those that report the node's own are judged alike.
     """
 
+    greedy_when_certain = True
+
     siblings = SiblingDraws.DISTINCT
 
     def drawn_from(self, siblings: Siblings, index: int, which: Tensor) -> Tensor | None:

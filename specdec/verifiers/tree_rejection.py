@@ -64,7 +64,6 @@ class TreeRejectionVerifier(Verifier):
 
     accepts_trees = True
     tokenwise = False
-    greedy_when_certain = True
 
     @abstractmethod
     def choose(self, siblings: Siblings) -> Choice:

@@ -42,7 +42,8 @@ def test_a_declared_loss_is_measured_and_reported(new: Callable[[], Verifier]) -
     report = check_verifier(new)
     notes = {finding.check: finding.note for finding in report.findings}
     assert (notes["check_exactness"] or "").startswith("declared lossy: total variation up to 0.")
-    assert set(report.skipped) == {"check_greedy", "check_decoding"}
+    lossy = {"check_greedy", "check_decoding"}
+    assert set(report.skipped) == (lossy if new().greedy_when_certain else lossy | {"check_certain"})
 
 
 # --- Mutants ----------------------------------------------------------------------------------------------------------
@@ -134,6 +135,14 @@ class AcceptsEverything(Mutant):
         return Verdict(path, draft.lengths, draft.lengths, token)
 
 
+class SaysItIsGreedy(Mutant):
+    greedy_when_certain = True
+
+    def changed(self, verdict: Verdict, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
+        nothing = torch.zeros_like(verdict.num_accepted)
+        return chain_verdict(draft, nothing, target_probs[:, 0].argmax(-1))
+
+
 class FirstTokenWithoutADraft(Mutant):
     def changed(self, verdict: Verdict, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         empty = draft.lengths == 0
@@ -151,6 +160,7 @@ MUTANTS: list[tuple[str, type[Verifier], str]] = [
     ("check_trees", TakesTreesForChains, "does not declare accepts_trees, and took a draft with parents"),
     ("check_empty_draft", FirstTokenWithoutADraft, r"\[10, 0\] emit each of two tokens, not \[3, 7\]"),
     ("check_greedy", AcceptsEverything, "at temperature 0 num_accepted is"),
+    ("check_certain", SaysItIsGreedy, "it declares greedy_when_certain, and num_accepted is"),
     ("check_exactness", ResamplesFromTheTarget, "from the target in total variation"),
     ("check_exactness", BonusFromTheDraft, "from the target in total variation"),
     ("check_exactness", AcceptsEverything, "with 2 tokens and chains of 1"),
