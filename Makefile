@@ -26,7 +26,7 @@ lint: setup ## ruff and mypy
 sweep: setup ## the throughput-vs-entropy sweep in a few minutes; figures under results/quick/figures
 	$(BIN)/python -m experiments.sweep experiment=quick
 
-reference: setup ## the reference run (about two hours on two cores); interrupt and resume at will
+reference: setup ## the reference run (an hour and a half on two cores); interrupt and resume at will
 	$(BIN)/python -m experiments.sweep experiment=throughput_vs_entropy
 
 figures: setup ## every figure again, from the summaries in results/

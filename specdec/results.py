@@ -175,10 +175,10 @@ def is_finished(folder: Path, run: str) -> bool:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the experiment's folder. Raises `UsageError` where it can't be written to, or holds not one run more."""
+    """Make a folder for results. Raises `UsageError` where it can't be written to, or has not the room for a run."""
     try:
-        (folder / "runs").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder / "runs") as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_ROOM_BYTES))
     except OSError as error:
         raise _cannot_write(folder, error) from error
@@ -198,7 +198,7 @@ def write_run(folder: Path, metadata: RunMetadata, frames: Frames) -> Path:
     the run exists already or the folder can't be written.
     """
     traces.check(frames)
-    prepare_folder(folder)
+    prepare_folder(folder / "runs")
     final = run_folder(folder, metadata.run_id)
     if is_finished(folder, metadata.run_id):
         raise UsageError(f"run {metadata.run_id} is already in {folder}; delete {final} to run it again")
@@ -235,8 +235,8 @@ def run_lock(folder: Path, run: str) -> Iterator[None]:
 
     Raises `UsageError` at once where another process holds it.
     """
-    prepare_folder(folder)
     runs = folder / "runs"
+    prepare_folder(runs)
     with _held(runs / f".{run}.lock", f"run {run} is being written by another process; wait for it or stop it"):
         for leftover in runs.glob(f".{run}.*.partial"):
             shutil.rmtree(leftover, ignore_errors=True)

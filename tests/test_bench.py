@@ -18,6 +18,7 @@ from experiments.bench.plan import Plan
 from experiments.bench.rounds import Limit
 from specdec import results
 from specdec.drafters.draft_model import DraftModelDrafter
+from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.models.checkpoint import find
 from specdec.models.loading import load_model
 from specdec.plots.bench import bench_figure
@@ -126,15 +127,15 @@ def test_a_forward_is_compared_within_its_round() -> None:
 
 
 def test_cost_of_drafting_is_per_token_and_per_plain_step() -> None:
-    plain = {"arm": "plain", "forward_seconds": 4.0, "num_steps": 4, "num_drafted": 0, "draft_seconds": 0.1}
-    drafting = {"arm": "x", "forward_seconds": 9.0, "num_steps": 2, "num_drafted": 6, "draft_seconds": 3.0}
-    silent = {**drafting, "arm": "y", "num_drafted": 0, "model_seconds": math.nan}
-    table = pd.DataFrame([{**plain, "model_seconds": math.nan}, {**drafting, "model_seconds": 2.4}, silent])
-    rows = drafters.summarise(table.assign(round=0))
+    none = {"verify_seconds": 0.5, "rollback_seconds": 0.25, "other_seconds": 0.25, "model_seconds": 0.0}
+    plain = {**none, "arm": "plain", "forward_seconds": 4.0, "num_steps": 4, "num_drafted": 0, "draft_seconds": 0.1}
+    drafting = {**none, "arm": "x", "forward_seconds": 8.0, "num_steps": 2, "num_drafted": 6, "draft_seconds": 3.0}
+    silent = {**drafting, "arm": "y", "num_drafted": 0}
+    rows = drafters.summarise(pd.DataFrame([plain, {**drafting, "model_seconds": 2.4}, silent]).assign(round=0))
     assert named(rows, "cost_ratio")["specdec", "x"]["value"] == pytest.approx(0.5)
     assert math.isnan(named(rows, "cost_ratio")["specdec", "y"]["value"])
-    assert named(rows, "bookkeeping_share")["specdec", "x"]["value"] == pytest.approx(0.2)
-    assert ("specdec", "y") not in named(rows, "bookkeeping_share")
+    assert named(rows, "bookkeeping_share")["specdec", "x"]["value"] == pytest.approx(0.6 / 12)
+    assert named(rows, "bookkeeping_share")["specdec", "y"]["value"] == pytest.approx(3 / 12)
 
 
 def test_forwards_of_a_draft_model_are_noted_and_then_no_longer(tiny_checkpoint: Callable[..., Path]) -> None:
@@ -145,6 +146,12 @@ def test_forwards_of_a_draft_model_are_noted_and_then_no_longer(tiny_checkpoint:
     assert len(calls) == 1
     assert calls[0].seconds > 0
     assert "forward" not in vars(drafter.model)
+
+
+def test_a_drafter_without_a_network_has_nothing_to_note() -> None:
+    with drafters.metered(PromptLookupDrafter()) as calls:
+        pass
+    assert calls == []
 
 
 def test_rounds_end_by_count_or_by_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What drafting costs: one draft token ÷ one plain decode step (c), and how much of it is not the draft's own model."""
+"""What drafting costs: one draft token ÷ one plain decode step (c), and what of it is not the draft's own network."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from experiments.bench import drafts
-from experiments.bench.generation import step_seconds
+from experiments.bench.generation import PARTS, step_seconds
 from experiments.bench.plan import NGRAM, Plan
 from experiments.bench.rounds import rotated, rounds, timed
 from experiments.bench.subject import Subject
@@ -23,6 +23,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.distilled import DistilledDrafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.eagle import EagleDrafter
+from specdec.drafters.eagle_tree import EagleTreeDrafter, JointTree
 from specdec.drafters.early_exit import EarlyExitDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
@@ -39,10 +40,14 @@ BUILDERS: Mapping[str, Callable[[Subject], Drafter]] = {
     DRAFT: lambda subject: DraftModelDrafter(subject.draft),
     "distilled": lambda subject: DistilledDrafter(drafts.shipped(subject.setting.model, "draft_model")),
     "EAGLE": lambda subject: EagleDrafter(drafts.shipped(subject.setting.model, "eagle")),
+    "EAGLE tree": lambda subject: EagleTreeDrafter(
+        drafts.shipped(subject.setting.model, "eagle"), tree=JointTree(top_k=4, depth=5, num_nodes=16)
+    ),
 }
 """A drafter that does not fit the target raises `UsageError`, and is left out."""
 
 _WARM_UP_TOKENS = 8
+_NETWORKS = {"model": ("forward",), "head": ("forward", "logits")}
 
 
 def available(subject: Subject) -> tuple[dict[str, Engine], dict[str, str]]:
@@ -72,13 +77,13 @@ def measure(subject: Subject, plan: Plan) -> pd.DataFrame:
 
 
 def _record(decoding: Engine, request: Request) -> dict[str, Any]:
-    """One request: seconds of its decode steps by part, steps, draft tokens, and seconds inside the draft's model."""
+    """One request: seconds of its decode steps by part, steps, draft tokens, and seconds inside the draft's network."""
     start = time.perf_counter()
     with metered(decoding.drafter) as calls:
         ((trace,), seconds) = timed(decoding.target.device, lambda: decoding.generate([request]))
     steps = [step for step in trace.steps if step.step > 0]
     begun = start + trace.steps[0].end_seconds  # the drafter reads the prompt before, and drafts after
-    inside = math.fsum(call.seconds for call in calls if call.start >= begun) if calls else math.nan
+    inside = math.fsum(call.seconds for call in calls if call.start >= begun)
     return {
         "request_id": request.id,
         "seconds": seconds,
@@ -103,29 +108,35 @@ class _Call(NamedTuple):
 
 @contextmanager
 def metered(drafter: Drafter) -> Iterator[list[_Call]]:
-    """Notes every forward of the drafter's own model, where it shows one as `model`."""
+    """Notes what the drafter's own network computes: a `model`'s forward, or an EAGLE `head`'s and its logits."""
     calls: list[_Call] = []
-    model = getattr(drafter, "model", None)
-    if model is None:
+    with ExitStack() as stack:
+        for owner, names in _NETWORKS.items():
+            for name in names if hasattr(drafter, owner) else ():
+                stack.enter_context(_noted(getattr(drafter, owner), name, calls))
         yield calls
-        return
-    forward = model.forward
+
+
+@contextmanager
+def _noted(network: Any, name: str, calls: list[_Call]) -> Iterator[None]:
+    computed = getattr(network, name)
 
     def noting(*arguments: Any, **keywords: Any) -> Any:
         start = time.perf_counter()
-        output, seconds = timed(model.device, lambda: forward(*arguments, **keywords))
+        output, seconds = timed(network.device, lambda: computed(*arguments, **keywords))
         calls.append(_Call(start, seconds))
         return output
 
-    vars(model)["forward"] = noting
+    vars(network)[name] = noting
     try:
-        yield calls
+        yield
     finally:
-        del vars(model)["forward"]
+        del vars(network)[name]
 
 
 def summarise(raw: pd.DataFrame) -> list[Row]:
-    """Per request: seconds a draft token, that ÷ the plain arm's forward, and the share outside the draft's model."""
+    """Per request: seconds a draft token, that ÷ the plain arm's forward, and drafting outside the draft's network
+    (trees, masks, probabilities, looking up) as a share of all step time."""
     tables = {str(arm): rows.set_index("round") for (arm,), rows in groups(raw, "arm")}
     plain = tables.pop(PLAIN)
     target_step = plain["forward_seconds"] / plain["num_steps"]
@@ -134,7 +145,7 @@ def summarise(raw: pd.DataFrame) -> list[Row]:
         draft_step = (table["draft_seconds"] / table["num_drafted"]).where(table["num_drafted"] > 0)
         each.append(spread("draft_seconds", draft_step, system=OURS, arm=arm))
         cost.append(spread("cost_ratio", draft_step / target_step, system=OURS, arm=arm))
-        if table["model_seconds"].notna().any():
-            share = 1 - table["model_seconds"] / table["draft_seconds"]
-            outside.append(spread("bookkeeping_share", share, system=OURS, arm=arm))
+        steps = sum(table[f"{part}_seconds"] for part in PARTS)
+        share = (table["draft_seconds"] - table["model_seconds"]) / steps
+        outside.append(spread("bookkeeping_share", share, system=OURS, arm=arm))
     return [*each, *cost, *outside]

@@ -83,7 +83,7 @@ _MEASURES: Mapping[str, _Shown] = {
     "batch_tokens_per_second": _Shown("tokens/s after the first", 1, "{:.1f}", "batch"),
     "draft_seconds": _Shown("draft step, ms a token", 1e3, "{:.2f}"),
     "cost_ratio": _Shown("c: draft step ÷ target step", 1, "{:.3f}"),
-    "bookkeeping_share": _Shown("draft time outside its model's forward", 100, "{:.0f} %"),
+    "bookkeeping_share": _Shown("drafting outside the draft's network, of step time", 100, "{:.1f} %"),
     "rule_seconds": _Shown("verification rule, ms", 1e3, "{:.3f}"),
     "peak_memory_ratio": _Shown("peak memory ÷ (weights + cache + logits)", 1, "{:.2f}"),
 }

@@ -49,6 +49,11 @@ class EagleDrafter(Drafter):
                 f"{len(self.hidden_layers)} in hidden_layers; train it again"
             )
 
+    @property
+    def head(self) -> EagleHead:
+        """The trained network."""
+        return self._head
+
     def reserve(self, num_slots: int, capacity: int) -> None:
         """Allocate the head's own cache."""
         self._cache = self._head.new_cache(num_slots, capacity)
