@@ -167,8 +167,9 @@ class ByComparison(Judged):
         """See `Judged.measured`."""
         nodes = []
         for choices, tokens, parents in zip(self._choices, self._tokens, self.parents, strict=True):
-            hits = [(token, float(token == choices[above + 1])) for token, above in zip(tokens, parents, strict=False)]
-            nodes.append([Measured(token, hit, 1.0, hit) for token, hit in hits[:width]])
+            shown = zip(tokens[:width], parents, strict=False)
+            hits = [(token, float(token == choices[above + 1])) for token, above in shown]
+            nodes.append([Measured(token, hit, 1.0, hit) for token, hit in hits])
         return nodes, [Measured(token, 1.0) for token in self._granted]
 
     def sampling_entropy_bits(self, width: int) -> list[list[float]]:
