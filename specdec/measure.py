@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from specdec.engine import Engine
 from specdec.errors import ModelError
+from specdec.timing import no_garbage
 from specdec.types import Request, Trace
 
 
@@ -39,15 +40,16 @@ def interleave(
             engine.check(batch)
     measured = Measured({name: [] for name in arms})
     _warm_up(arms, batches[0], warmup_tokens)
-    for index, batch in enumerate(batches):
-        turn = index % len(others) if others else 0
-        for name in [plain, *others[turn:], *others[:turn]]:
-            traces = _decode(arms[name], name, batch, measured)
-            on_batch(name, traces)
-            if not traces and name == plain:
-                break
-            if name == plain:
-                _reveal(arms, traces)
+    with no_garbage():
+        for index, batch in enumerate(batches):
+            turn = index % len(others) if others else 0
+            for name in [plain, *others[turn:], *others[:turn]]:
+                traces = _decode(arms[name], name, batch, measured)
+                on_batch(name, traces)
+                if not traces and name == plain:
+                    break
+                if name == plain:
+                    _reveal(arms, traces)
     return measured
 
 
@@ -70,14 +72,11 @@ def _reveal(arms: Mapping[str, Engine], traces: Sequence[Trace]) -> None:
 
 
 def _decode(engine: Engine, name: str, batch: Sequence[Request], measured: Measured) -> list[Trace]:
-    gc.collect()  # a collection in the middle of a step would be a latency spike of Python's, not of decoding
-    gc.disable()
+    gc.collect()  # here, not in the middle of a step, where it would be a latency spike of Python's
     try:
         traces = engine.generate(batch)
     except ModelError as error:
         measured.failures.setdefault(name, {}).update((request.id, str(error)) for request in batch)
         return []
-    finally:
-        gc.enable()
     measured.traces[name] += traces
     return traces

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -60,3 +63,16 @@ class PeakMemory:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         high_water = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
         return int(high_water.split()[1]) * 1024
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """No collection of Python's garbage but those asked for, which then look at what was made in here only."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

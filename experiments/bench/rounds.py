@@ -9,14 +9,13 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
-from specdec.timing import Stopwatch
+from specdec.timing import Stopwatch, no_garbage
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -33,7 +32,7 @@ class Limit:
 def rounds(limit: Limit, label: str) -> Iterator[int]:
     """Round numbers from 0, with a progress bar. Python's garbage is collected before a round and never inside one."""
     start = time.perf_counter()
-    with tqdm(total=limit.rounds, desc=label, unit="round", leave=False, dynamic_ncols=True) as bar, _no_garbage():
+    with tqdm(total=limit.rounds, desc=label, unit="round", leave=False, dynamic_ncols=True) as bar, no_garbage():
         for number in range(limit.rounds):
             yield number
             gc.collect()
@@ -41,19 +40,6 @@ def rounds(limit: Limit, label: str) -> Iterator[int]:
             mean = (time.perf_counter() - start) / (number + 1)
             if mean * (number + 2) > limit.seconds:
                 return
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """No collection but those asked for, which then look at what was made in here only."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
 
 
 def rotated(items: Sequence[Item], turn: int) -> list[Item]:

@@ -7,20 +7,16 @@ unanswered is learned too, and what exploring costs is bounded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from specdec.controllers.base import Controller, Observation, refuse_lengths
-from specdec.controllers.learning import Chances, WorkloadPrior
+from specdec.controllers.learning import Chances, Rows, WorkloadPrior
 from specdec.costmodel import GUESS, StepCosts
 from specdec.errors import UsageError
 from specdec.types import StepRecord
-
-Floats = npt.NDArray[np.float64]
 
 _PLAIN_STEP_CHARGE = 0.3
 
@@ -30,7 +26,7 @@ class CostAwareState:
     """One request: its own counts, the chances it began with, its last allowance, and seconds it may explore for."""
 
     chances: Chances
-    prior: Floats
+    prior: Rows
     allowed: int = 0
     credit_seconds: float = 0.0
 
@@ -70,8 +66,7 @@ class CostAwareController(Controller):
         self.prior = WorkloadPrior() if prior is None else prior
         self._known = costs
         self._costs = GUESS if costs is None else costs
-        self._positions = np.arange(1, max_draft_tokens + 1)
-        self._tables: dict[int, Floats] = {}
+        self._tables: dict[int, list[float]] = {}
 
     def bind(self, measure: Callable[[], StepCosts]) -> None:
         """Measure step costs, unless they were given."""
@@ -85,10 +80,9 @@ class CostAwareController(Controller):
 
     def decide(self, states: Sequence[CostAwareState], observation: Observation) -> list[int]:
         """The length of the best rate for all, as far as each request may still emit tokens."""
-        room = np.array([max(left - 1, 0) for left in observation.remaining])
-        emitted, seconds = self._outlook(states, room)
-        length = self._explored(states, int(np.argmax(emitted / seconds)), emitted, seconds)
-        allowed: list[int] = np.minimum(room, length).tolist()
+        rooms = [max(left - 1, 0) for left in observation.remaining]
+        length = self._explored(states, *self._outlook(states, rooms))
+        allowed = [min(room, length) for room in rooms]
         for state, limit in zip(states, allowed, strict=True):
             state.allowed = limit
         return allowed
@@ -103,28 +97,35 @@ class CostAwareController(Controller):
             self.prior.times.record(step.num_drafted, step.seconds / self._table(1)[step.num_drafted])
         return state
 
-    def _outlook(self, states: Sequence[CostAwareState], room: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Expected tokens of the batch, and expected seconds of the step, by length allowed: [max_draft_tokens + 1]."""
-        means = np.array([state.chances.means(state.prior, self.prior_weight) for state in states])  # [B, 2, K]
-        means *= self._positions <= room[:, None, None]
-        survival, answers = means.cumprod(axis=2).swapaxes(0, 1)  # [B, K] each
-        wider = 1 - (1 - answers).prod(axis=0)  # chance that some row has a draft that long
-        times = self._table(len(states)) * self.prior.times.factors(self.max_draft_tokens)
-        emitted = np.full(len(times), float(len(states)))
-        emitted[1:] += survival.sum(axis=0).cumsum()
-        seconds = np.full(len(times), times[0])
-        seconds[1:] += self._costs.draft_fixed_seconds * (1 - wider[0])  # asked, and nothing to say
-        seconds[1:] += (wider * (times[1:] - times[:-1])).cumsum()
+    def _outlook(self, states: Sequence[CostAwareState], rooms: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Expected tokens of the batch and seconds of the step, by length allowed: 0 to the most there is room for."""
+        most = min(max(rooms), self.max_draft_tokens)
+        factors = self.prior.times.factors(most)
+        times = [seconds * factor for seconds, factor in zip(self._table(len(states)), factors, strict=False)]
+        emitted, seconds = [float(len(states))], [times[0]]
+        alive, offered = [1.0] * len(states), [1.0] * len(states)
+        means = [state.chances.means(state.prior, self.prior_weight) for state in states]
+        for k in range(most):
+            for row, (accepted, drafted) in enumerate(means):
+                alive[row] *= accepted[k] if k < rooms[row] else 0.0
+                offered[row] *= drafted[k] if k < rooms[row] else 0.0
+            wider = 1 - math.prod(1 - chance for chance in offered)  # chance that some row has a draft that long
+            asked = self._costs.draft_fixed_seconds * (1 - wider) if k == 0 else 0.0  # and it has nothing to say
+            emitted.append(emitted[-1] + sum(alive))
+            seconds.append(seconds[-1] + asked + wider * (times[k + 1] - times[k]))
         return emitted, seconds
 
-    def _explored(self, states: Sequence[CostAwareState], best: int, emitted: Floats, seconds: Floats) -> int:
+    def _explored(self, states: Sequence[CostAwareState], emitted: list[float], seconds: list[float]) -> int:
         """The best length, or where enough time has been saved up for what that is expected to lose, the other kind.
 
         One draft token where plain decoding is best, to see whether it still is; none where drafting is, for without
         a plain step now and then a slow machine and an expensive draft look the same. That teaches nothing else, so it
         is charged for a part of its duration even where it loses less.
         """
+        best = max(range(len(emitted)), key=lambda length: emitted[length] / seconds[length])
         other = int(best == 0)
+        if other == len(emitted):  # no room to draft
+            return best
         loss = seconds[other] - seconds[best] * emitted[other] / emitted[best]
         if other == 0:
             loss = max(loss, _PLAIN_STEP_CHARGE * seconds[0])
@@ -133,9 +134,9 @@ class CostAwareController(Controller):
             state.credit_seconds += self.probing * seconds[0] - (loss if explores else 0.0)
         return other if explores else best
 
-    def _table(self, batch_size: int) -> Floats:
+    def _table(self, batch_size: int) -> list[float]:
         """Predicted seconds by draft length, [max_draft_tokens + 1], before corrections."""
         if batch_size not in self._tables:
             lengths = range(self.max_draft_tokens + 1)
-            self._tables[batch_size] = np.array([self._costs.seconds(n, batch_size=batch_size) for n in lengths])
+            self._tables[batch_size] = [self._costs.seconds(n, batch_size=batch_size) for n in lengths]
         return self._tables[batch_size]

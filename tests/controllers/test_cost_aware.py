@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -74,9 +76,12 @@ def test_without_measured_costs_it_finds_them_out() -> None:
 
 def test_costs_that_turn_out_wrong_are_corrected() -> None:
     drafting = Drafting(lambda *_: 0.3, c=0.25)  # drafting loses by 4 % at best, and seems to gain 10 %
-    plain = decode(FixedController(0), drafting).tokens_per_second
-    blind = decode(CostAwareController(costs=costs(0.02)), drafting, num_requests=60)
-    assert blind.tokens_per_second >= 0.97 * plain
+    ratios = [
+        decode(CostAwareController(costs=costs(0.02)), drafting, num_requests=60, seed=seed).tokens_per_second
+        / decode(FixedController(0), drafting, seed=seed).tokens_per_second
+        for seed in range(3)
+    ]
+    assert np.mean(ratios) >= 0.97
 
 
 def test_a_batch_is_given_one_length_and_no_row_more_than_it_can_emit() -> None:
@@ -135,7 +140,7 @@ def test_chances_forget_and_know_where_a_step_ended() -> None:
     chances.record(num_accepted=0, num_drafted=0, limit=2, forgetting=0.5)
     np.testing.assert_array_equal(chances.trials, [[1.5, 1, 1, 0], [1.5, 1, 1, 1]])
     np.testing.assert_array_equal(chances.successes, [[0.5, 1, 0, 0], [0.5, 1, 1, 1]])
-    before = chances.trials.copy()
+    before = copy.deepcopy(chances.trials)
     chances.record(num_accepted=0, num_drafted=0, limit=0, forgetting=0.5)  # plain decoding says nothing
     np.testing.assert_array_equal(chances.trials, before)
 
@@ -147,8 +152,9 @@ def test_step_times_tell_a_slow_machine_from_a_slow_length() -> None:
         times.record(0, slow)
         times.record(4, 1.2 * slow)
     factors = times.factors(8)
-    assert factors[0] == pytest.approx(2.0, rel=0.03)
-    assert factors[4] / factors[0] == pytest.approx(1.2, rel=0.03)
+    assert factors[0] == 1.0, "a slow machine is as slow at every length"
+    assert factors[4] == pytest.approx(1.2, rel=0.03)
+    assert factors[2] == pytest.approx(factors[4] ** 0.5)
     assert factors[8] == factors[4] > factors[2] > factors[0]
 
 
