@@ -23,7 +23,7 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-sweep: setup ## the throughput-vs-entropy sweep in a few minutes; figures under results/quick/figures
+sweep: setup ## the throughput-vs-entropy sweep in five to fifteen minutes; figures under results/quick/figures
 	$(BIN)/python -m experiments.sweep experiment=quick
 
 reference: setup ## the reference run (an hour and a half on two cores); interrupt and resume at will

@@ -65,6 +65,7 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> Path:
     """Carry out one run unless it is finished; returns its folder."""
     sampling: SamplingParams = build(cfg.sampling)
     workload: Workload = build(cfg.workload)
+    limit = time_limit(cfg)
     config = identity(cfg)
     run_id = results.run_id(config, workload.fingerprint)
     folder = Path(cfg.results_dir) / cfg.name
@@ -77,7 +78,7 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> Path:
         with results.timed_lock(str(target.model.device), shared=cfg.share_device):
             arms, skipped = build_arms(cfg, choices, target)  # cost-aware controllers time this machine here
             batches = arms[PLAIN].backend.batches(workload.prompts, sampling)
-            measured = measure(arms, batches, cfg.warmup_tokens, where)
+            measured = measure(arms, batches, cfg.warmup_tokens, limit, where)
         comparisons = compare_arms(arms, batches, measured, target) if sampling.greedy else {}
         metadata = results.RunMetadata(
             run_id=run_id,
@@ -100,10 +101,20 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> Path:
 
 
 def identity(cfg: DictConfig) -> dict[str, Any]:
-    """The resolved configuration, less what leaves the result unchanged."""
+    """The resolved configuration, less what leaves the result unchanged, and less what is not set: a setting that is
+    new, and null unless used, leaves the ids of committed runs as they were.
+    """
     config = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(config, dict)
-    return {str(key): value for key, value in config.items() if key not in NOT_IDENTITY}
+    return {str(key): value for key, value in config.items() if key not in NOT_IDENTITY and value is not None}
+
+
+def time_limit(cfg: DictConfig) -> float | None:
+    """Seconds that the measuring of one run may take; None: whatever it takes."""
+    limit = cfg.time_limit_seconds
+    if limit is not None and (isinstance(limit, str) or not limit > 0):
+        raise UsageError(f"time_limit_seconds={limit} is not possible; it must be above 0, or null for no limit")
+    return limit
 
 
 def load_target(cfg: DictConfig) -> LoadedModel:
@@ -119,8 +130,13 @@ def _load_once(target: str) -> LoadedModel:
     return loaded
 
 
-def measure(arms: dict[str, Arm], batches: list[list[Request]], warmup_tokens: int, where: str) -> Measured:
-    """Decode everything, with a progress bar in requests. `ModelError` where nothing at all could be decoded."""
+def measure(
+    arms: dict[str, Arm], batches: list[list[Request]], warmup_tokens: int, time_limit: float | None, where: str
+) -> Measured:
+    """Decode everything, or what the time limit (seconds) allows, with a progress bar in requests.
+
+    Raises `ModelError` where nothing at all could be decoded.
+    """
     engines = {name: arm.backend.engine for name, arm in arms.items()}
     total = len(arms) * sum(len(batch) for batch in batches)
     with tqdm(total=total, desc=where, unit="request", leave=False, dynamic_ncols=True) as bar:
@@ -128,7 +144,10 @@ def measure(arms: dict[str, Arm], batches: list[list[Request]], warmup_tokens: i
         def on_batch(_: str, done: Sequence[Trace]) -> None:
             bar.update(len(done))
 
-        measured = interleave(engines, batches, on_batch, warmup_tokens)
+        measured = interleave(engines, batches, on_batch, warmup_tokens, time_limit)
+    tried = len(measured.traces[PLAIN]) + len(measured.failures.get(PLAIN, {}))
+    if tried < sum(len(batch) for batch in batches):
+        log.info("%s: time_limit_seconds=%g was enough for %d prompts", where, time_limit, tried)
     if not measured.traces[PLAIN]:
         raise ModelError(next(iter(measured.failures[PLAIN].values())))
     return measured

@@ -6,11 +6,15 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 
 from specdec.engine import Engine
 from specdec.errors import ModelError
 from specdec.timing import no_garbage
 from specdec.types import Request, Trace
+
+MIN_TIMED_BATCHES = 2
+"""Measured whatever the time limit: a ratio over a single prompt has no interval."""
 
 
 @dataclass
@@ -26,6 +30,7 @@ def interleave(
     batches: Sequence[Sequence[Request]],
     on_batch: Callable[[str, Sequence[Trace]], None] = lambda arm, traces: None,
     warmup_tokens: int = 16,
+    time_limit: float | None = None,
 ) -> Measured:
     """Decode every batch with every arm, the first arm (plain decoding) first, the others in rotating order.
 
@@ -33,6 +38,9 @@ def interleave(
     untimed by every arm, `warmup_tokens` a request. A batch that fails in an arm is listed under `failures` and has no
     trace there; one that fails in the first arm is not tried in the others, for lack of a baseline. What cannot be
     decoded at all is refused (`UsageError`) before the first batch, not after hours.
+
+    With a `time_limit` (seconds, warm-up not counted) it ends before the batch that would go past it, judged by the
+    batches before, but not before the second has been decoded: every arm has decoded the same ones.
     """
     plain, *others = arms
     for engine in arms.values():
@@ -41,7 +49,12 @@ def interleave(
     measured = Measured({name: [] for name in arms})
     _warm_up(arms, batches[0], warmup_tokens)
     with no_garbage():
+        start = perf_counter()
         for index, batch in enumerate(batches):
+            if time_limit is not None and index >= MIN_TIMED_BATCHES:
+                expected = (perf_counter() - start) * (index + 1) / index
+                if expected > time_limit:
+                    break
             turn = index % len(others) if others else 0
             for name in [plain, *others[turn:], *others[:turn]]:
                 traces = _decode(arms[name], name, batch, measured)

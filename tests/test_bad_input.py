@@ -174,6 +174,8 @@ EARLY: list[tuple[list[str], list[str]]] = [  # found before a model is loaded
     (["sampling.temperature=warm"], ["SamplingParams", "'str'"]),
     (["sampling=multinomial", "sampling.top_p=0"], ["top_p=0", "(0, 1]"]),
     (["sampling=multinomial", "sampling.top_p=1.5"], ["top_p=1.5", "(0, 1]"]),
+    (["time_limit_seconds=0"], ["time_limit_seconds=0", "above 0, or null"]),
+    (["time_limit_seconds=soon"], ["time_limit_seconds=soon", "above 0, or null"]),
     (["results_dir={}/file"], ["results can't be written to", "file/adhoc", "Not a directory", "name a folder"]),
 ]
 LATE: list[tuple[list[str], list[str]]] = [

@@ -203,6 +203,15 @@ def test_arms_are_interleaved_request_by_request_plain_first(target: LoadedModel
     ]
 
 
+def test_measuring_ends_before_the_batch_that_would_take_it_past_its_time(
+    target: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([0.0, 2.0, 3.0])  # the start; then 1 s a batch so far
+    monkeypatch.setattr("specdec.measure.perf_counter", lambda: next(seconds))
+    measured = interleave({"plain": plain(target)}, [[make_request(name)] for name in "abcde"], time_limit=3.5)
+    assert [trace.request_id for trace in measured.traces["plain"]] == ["a", "b", "c"]
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

@@ -105,6 +105,13 @@ def test_a_finished_run_is_skipped_and_a_changed_one_is_not(settings: list[str],
     assert run(composed([*settings, "share_device=false"]), CHOICES) == first
 
 
+def test_a_run_that_is_short_of_time_measures_fewer_prompts(settings: list[str], tmp_path: Path) -> None:
+    run(composed([*settings, "workload.limit=4", "time_limit_seconds=1e-9"]), CHOICES)
+    run(composed([*settings, "workload.limit=4", "time_limit_seconds=1e9"]), CHOICES)
+    summary = report.report(tmp_path / "results" / "adhoc")
+    assert sorted(summary["num_requests"]) == [2, 2, 2, 4, 4, 4], "all arms the same prompts, two at least"
+
+
 def test_an_interrupted_run_leaves_nothing_and_runs_again(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
