@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from specdec.version import __version__
+
 if TYPE_CHECKING:
     from specdec.backends.native import NativeBackend, load_pair
     from specdec.controllers.fixed import FixedController
@@ -57,6 +59,7 @@ __all__ = [
     "Trace",
     "UsageError",
     "Verdict",
+    "__version__",
     "load_model",
     "load_pair",
     "load_workload",

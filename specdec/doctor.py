@@ -98,7 +98,7 @@ def installation(project: str = PROJECT) -> Iterator[Finding]:
     try:
         own = distribution(project)
     except PackageNotFoundError:
-        fact = "not installed, so no version is checked and runs record none"
+        fact = "not installed, so no version is checked"
         yield Finding(Level.WARN, project, fact, "pip install -e . in the checkout")
         return
     yield Finding(Level.OK, project, own.version)

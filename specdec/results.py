@@ -26,13 +26,14 @@ from filelock import FileLock, Timeout
 from specdec import traces
 from specdec.errors import UsageError
 from specdec.traces import Frames, replacing
+from specdec.version import __version__
 
 LOSSLESS = ("equal", "tie", "fault", "declared")
 """What comparing a greedy arm with the plain one can say: the same tokens; a first difference at a near-tie; a
 difference that is a fault; a rule that declares itself lossy. None: sampled, so not compared."""
 _ROOM_BYTES = 4 << 20
 """Tried out before a run begins: an ordinary run takes about one megabyte."""
-PACKAGES = ("specdec-lab", "torch", "transformers", "accelerate", "numpy", "pandas", "hydra-core")
+PACKAGES = ("torch", "transformers", "accelerate", "numpy", "pandas", "hydra-core")
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def run_id(config: Mapping[str, Any], prompts_sha256: str) -> str:
     comment. The SHA is in the provenance, and a report says so when its runs come from several.
     `config` must hold nothing that leaves the result unchanged (folders, progress bars).
     """
-    identity = {"config": config, "prompts": prompts_sha256, "version": _version("specdec-lab")}
+    identity = {"config": config, "prompts": prompts_sha256, "version": __version__}
     try:
         canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -269,7 +270,7 @@ def collect_provenance(
         command=command,
         git_sha=_git(here, "rev-parse", "HEAD"),
         git_dirty=bool(_git(here, "status", "--porcelain", "--untracked-files=no")),
-        packages={name: _version(name) for name in PACKAGES},
+        packages={"specdec-lab": __version__} | {name: _version(name) for name in PACKAGES},
         python=platform.python_version(),
         hardware=hardware,
         seeds=list(seeds),

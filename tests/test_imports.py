@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "timing", "allocator", "hub"},
+    {"errors", "timing", "allocator", "hub", "version"},
     {"costmodel", "statistics"},
     {"types"},
     {"sampling"},

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import stat
+from importlib.metadata import PackageNotFoundError
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ from specdec import results, traces
 from specdec.errors import UsageError
 from specdec.results import ArmMetadata, RunMetadata
 from specdec.traces import TraceError
+from specdec.version import __version__
 from tests.fake_traces import PLAIN, fake_arm, fake_metadata, fake_trace
 
 
@@ -105,7 +107,7 @@ def test_run_id_depends_on_what_matters_and_nothing_else(monkeypatch):
     assert len(base) == 12
     assert base != results.run_id({**config, "gamma": 5}, "prompts")
     assert base != results.run_id(config, "other prompts")
-    monkeypatch.setattr(results, "_version", lambda package: "9.9")
+    monkeypatch.setattr(results, "__version__", "9.9")
     assert base != results.run_id(config, "prompts")
     with pytest.raises(UsageError, match="plain JSON"):
         results.run_id({"gamma": object()}, "prompts")
@@ -174,6 +176,17 @@ def test_an_unwritable_folder_is_one_sentence(tmp_path):
     blocked.write_text("")
     with pytest.raises(UsageError, match="results can't be written to"):
         results.prepare_folder(blocked / "experiment")
+
+
+def test_a_checkout_that_is_not_installed_gives_the_same_ids(monkeypatch):
+    installed = results.run_id({"gamma": 4}, "prompts")
+
+    def absent(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(results, "version", absent)
+    assert results.run_id({"gamma": 4}, "prompts") == installed
+    assert results.collect_provenance("", [], "", num_threads=1).packages["specdec-lab"] == __version__
 
 
 def test_provenance_says_where_a_result_comes_from():
