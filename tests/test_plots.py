@@ -17,6 +17,7 @@ from matplotlib.text import Annotation, Text
 from specdec import plots
 from specdec.metrics import POSITION_COLUMNS, SUMMARY_COLUMNS, conform
 from specdec.plots.panels import spread
+from specdec.plots.style import palette
 
 ARMS = {"plain": (0, False), "lookup": (8, False), "oracle": (8, True)}
 RUNS = [("json", "low", 0.5), ("repeat", "low", 0.4), ("qa", "mixed", 1.5), ("creative", "high", 2.5)]
@@ -128,6 +129,11 @@ def test_synthetic_arms_are_hollow_and_named(summary):
     assert styles["oracle"].marker("o")["markerfacecolor"] == "white"
     assert styles["oracle"].line == "dashed"
     assert styles["lookup"].marker("o")["markerfacecolor"] == styles["lookup"].colour
+
+
+@pytest.mark.parametrize("count", [0, 1, 10, 11, 33])
+def test_no_two_arms_share_a_colour(count):
+    assert len(set(palette(count))) == count
 
 
 def test_repetition_is_drawn_at_the_same_entropy(summary):

@@ -175,5 +175,5 @@ def _band(ax: Axes, low: float, high: float, kind: str, text: str, right: bool) 
     y, edge = (high, "top") if right else (low, "bottom")
     ax.text(
         x, y, text, ha=side, va=edge, transform=ax.get_yaxis_transform(), fontsize=7.5, style="italic",
-        color=BAND[kind], zorder=4, path_effects=[Stroke(linewidth=2, foreground="white"), Normal()],
+        color=BAND[kind], zorder=1.9, path_effects=[Stroke(linewidth=2, foreground="white"), Normal()],
     )  # fmt: skip

@@ -51,10 +51,19 @@ class ArmStyle:
         return {"marker": shape, "color": self.colour, "markerfacecolor": face, "markeredgecolor": self.colour}
 
 
+def palette(count: int) -> list[Any]:
+    """That many colours, all different: seaborn's ten for the colour-blind, then the same ones darker and darker."""
+    base = sns.color_palette("colorblind")
+    shades = -(-count // len(base))
+    return [
+        tuple(channel * (1 - shade / shades) for channel in colour) for shade in range(shades) for colour in base
+    ][:count]
+
+
 def arm_styles(summary: pd.DataFrame) -> dict[str, ArmStyle]:
     """Arm → style, in order of appearance; plain arms are left out."""
     arms = without_plain(summary).drop_duplicates("arm")
-    colours = sns.color_palette("colorblind", max(len(arms), 1))
+    colours = palette(len(arms))
     return {
         row["arm"]: ArmStyle(
             row["arm"] + (" (synthetic)" if row["synthetic"] else ""), colours[rank], row["synthetic"], rank, len(arms)
