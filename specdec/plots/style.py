@@ -55,9 +55,9 @@ def palette(count: int) -> list[Any]:
     """That many colours, all different: seaborn's ten for the colour-blind, then the same ones darker and darker."""
     base = sns.color_palette("colorblind")
     shades = -(-count // len(base))
-    return [
-        tuple(channel * (1 - shade / shades) for channel in colour) for shade in range(shades) for colour in base
-    ][:count]
+    return [tuple(channel * (1 - shade / shades) for channel in colour) for shade in range(shades) for colour in base][
+        :count
+    ]
 
 
 def arm_styles(summary: pd.DataFrame) -> dict[str, ArmStyle]:
