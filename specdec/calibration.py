@@ -21,7 +21,8 @@ from specdec.costmodel import StepCosts
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.engine import Engine
 from specdec.models.embedded import cache_root
-from specdec.results import cpu_model, sha256, write_text
+from specdec.processor import cpu_model
+from specdec.results import sha256, write_text
 from specdec.types import Draft, Request, SamplingParams, StepRecord
 from specdec.uniforms import Uniforms
 

@@ -208,7 +208,7 @@ def quota_cores(container: Path = _CONTAINER) -> float | None:
 
 
 def packing() -> Finding:
-    """Whether oneDNN's prepacked product is there and right, and for which dtypes it is fast."""
+    """Whether the prepacked product (oneDNN's or MKL's) is there and right, and for which dtypes it is fast."""
     import torch
 
     from specdec.models.linear import can_pack, linear
@@ -216,16 +216,16 @@ def packing() -> Finding:
     device = torch.device("cpu")
     remedy = "pip install --force-reinstall torch, within the range above"
     if not can_pack(device, torch.float32):
-        return Finding(Level.WARN, "onednn", "not in this torch: weights are not prepacked, steps take longer", remedy)
+        return Finding(Level.WARN, "packing", "not in this torch: weights are not prepacked, steps take longer", remedy)
     try:
         right = bool((linear(torch.ones(16, 32))(torch.ones(1, 32)) == 32).all())
     except (RuntimeError, AttributeError) as error:
-        return Finding(Level.FAIL, "onednn", f"the prepacked product can't be made ({error})", remedy)
+        return Finding(Level.FAIL, "packing", f"the prepacked product can't be made ({error})", remedy)
     if not right:
-        return Finding(Level.FAIL, "onednn", "the prepacked product is wrong", remedy)
+        return Finding(Level.FAIL, "packing", "the prepacked product is wrong", remedy)
     if can_pack(device, torch.bfloat16):
-        return Finding(Level.OK, "onednn", "float32 and bfloat16 weights are prepacked")
-    return Finding(Level.OK, "onednn", "float32 weights are prepacked; bfloat16 has no fast kernels on this processor")
+        return Finding(Level.OK, "packing", "float32 and bfloat16 weights are prepacked")
+    return Finding(Level.OK, "packing", "float32 weights are prepacked; bfloat16 has no fast kernels on this processor")
 
 
 def memory_bytes(

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 
 from specdec import traces
 from specdec.errors import UsageError
+from specdec.processor import cpu_model
 from specdec.traces import Frames, replacing
 from specdec.version import __version__
 
@@ -309,14 +310,6 @@ def _cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
-
-
-def cpu_model() -> str:
-    """The processor's name, as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _memory_bytes() -> int | None:

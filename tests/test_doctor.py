@@ -354,7 +354,7 @@ def test_the_command_prints_a_line_each_and_leaves_nothing(tmp_path: Path) -> No
     assert done.stderr == ""
     assert done.returncode == int(any(line.startswith("fail") for line in lines))
     subjects = [line[6:19].strip() for line in lines]
-    for subject in ("specdec-lab", "revision", "cpu", "onednn", "memory", "load", "smollm2-135m", "hub cache"):
+    for subject in ("specdec-lab", "revision", "cpu", "packing", "memory", "load", "smollm2-135m", "hub cache"):
         assert subject in subjects
     assert subjects[-1] == "results"
     assert {line[:6].strip() for line in lines} <= {"ok", "warn", "fail"}

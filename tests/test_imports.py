@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "timing", "allocator", "hub", "version"},
+    {"errors", "timing", "allocator", "hub", "version", "processor"},
     {"costmodel", "statistics"},
     {"types"},
     {"sampling"},

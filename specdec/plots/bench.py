@@ -17,9 +17,10 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from specdec.plots.style import GREY, INK, PARTS, finish, rc_style
 
@@ -118,7 +119,7 @@ def _dots(
     ax.set_ylim(len(arms) - 0.5, -0.5)
     if logarithmic:
         ax.set_xscale("log")
-        ax.xaxis.set_major_formatter(ScalarFormatter())
+        _label_log(ax.xaxis)
     else:
         ax.set_xlim(left=0)
     ax.set_xlabel(label)
@@ -145,17 +146,22 @@ def _lines(
     if logarithmic:
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        ax.xaxis.set_major_formatter(ScalarFormatter())
-        ax.yaxis.set_major_formatter(ScalarFormatter())
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_minor_formatter(NullFormatter())
-        ax.set_xticks(sorted(rows["x"].unique()))
+        _label_log(ax.yaxis)
+        places = sorted(rows["x"].unique())
+        ax.set_xticks(places, [f"{x / 1024:.0f}k" if x >= 1024 else f"{x:g}" for x in places])
     else:
         ax.set_ylim(bottom=0)
     if keyed:
         _name_arms(rows, ax, look)
     ax.set_xlabel(x_label)
     ax.set_ylabel(label)
+
+
+def _label_log(axis: Axis) -> None:
+    """Plain numbers at 1, 2 and 5 times powers of ten, and nowhere else."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _name_arms(rows: pd.DataFrame, ax: Axes, look: Look) -> None:

@@ -4,10 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specdec.models.linear import PackedLinear, PlainLinear, can_pack, linear
+from specdec.models import linear as module
+from specdec.models.linear import Linear, MklLinear, OneDnnLinear, PlainLinear, can_pack, linear
 
 CPU = torch.device("cpu")
 packs_float32 = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="torch was built without oneDNN")
+has_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch was built without MKL")
+PACKED = [pytest.param(OneDnnLinear, marks=packs_float32), pytest.param(MklLinear, marks=has_mkl)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -42,13 +45,45 @@ def test_without_onednn_or_its_bfloat16_nothing_is_packed(monkeypatch: pytest.Mo
 
 
 @packs_float32
-def test_float32_on_cpu_is_packed_and_the_plain_weight_let_go() -> None:
+@has_mkl
+@pytest.mark.parametrize(("intel", "expected"), [(True, MklLinear), (False, OneDnnLinear)])
+def test_float32_is_packed_for_the_processor(
+    intel: bool, expected: type[Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "is_intel", lambda: intel)
+    assert type(linear(torch.ones(2, 2))) is expected
+    assert type(linear(torch.ones(2, 2, dtype=torch.bfloat16))) in (OneDnnLinear, PlainLinear)
+
+
+@packs_float32
+def test_without_mkl_every_processor_uses_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_intel", lambda: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert type(linear(torch.ones(2, 2))) is OneDnnLinear
+
+
+@pytest.mark.parametrize("packed", PACKED)
+def test_a_packed_product_lets_the_plain_weight_go(packed: type[MklLinear]) -> None:
     weight = torch.randn(5, 7)
-    product = linear(weight)
-    assert type(product) is PackedLinear
+    product = packed(weight)
     before = product(torch.ones(1, 7))
     weight.zero_()  # a packed copy does not see it
     torch.testing.assert_close(product(torch.ones(1, 7)), before)
+
+
+@pytest.mark.parametrize("packed", PACKED)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(5, 7), (300, 64), (1030, 129)])
+def test_a_layout_chosen_for_some_rows_serves_any_number(
+    packed: type[MklLinear], biased: bool, shape: tuple[int, int]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator)
+    product = packed(weight, bias if biased else None)
+    for num_rows in [*range(1, 34), 64, 100, 257]:
+        x = torch.randn(2, num_rows, 2 * shape[1], generator=generator)[..., ::2]  # not contiguous
+        expected = F.linear(x.double(), weight.double(), bias.double() if biased else None)
+        torch.testing.assert_close(product(x).double(), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_num_bytes_counts_weight_and_bias_once() -> None:
