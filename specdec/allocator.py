@@ -61,23 +61,6 @@ def huge_pages(num_bytes: int) -> Iterator[None]:
         keep_freed_memory()
 
 
-@contextmanager
-def own_pages() -> Iterator[None]:
-    """Let every block of a megabyte and more that is allocated inside have pages of its own, straight from the kernel.
-
-    None of them takes memory before it is written to, so a buffer much larger than what is put there costs only that.
-    In the heap it would lie over pages that something else has left behind. Ends with `keep_freed_memory`'s settings.
-    """
-    if (libc := _glibc()) is None:
-        yield
-        return
-    libc.mallopt(_M_MMAP_THRESHOLD, _MIB)
-    try:
-        yield
-    finally:
-        keep_freed_memory()
-
-
 @cache
 def _glibc() -> Any:
     """The C library, or None where it is another."""

@@ -20,7 +20,8 @@ from specdec.controllers.base import Controller, Observation
 from specdec.costmodel import StepCosts
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.engine import Engine
-from specdec.models.embedded import cache_root
+from specdec.folders import cache_root
+from specdec.kernels import build
 from specdec.processor import cpu_model
 from specdec.results import sha256, write_text
 from specdec.types import Draft, Request, SamplingParams, StepRecord
@@ -109,6 +110,7 @@ def _identity(engine: Engine) -> str:
         "hardware": torch.cuda.get_device_name(target.device) if cuda else cpu_model(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "kernels": None if cuda else build().name,
         "rule": type(engine.verifier).__qualname__,
         "nodes": [engine.drafter.max_nodes(length) for length in VERIFIED_LENGTHS if length],
     }

@@ -2,7 +2,7 @@
 
 A check is a function of plain values, so that any machine can be described to it; a section gathers the values of this
 one and imports what it needs itself, so that a broken package costs its section and no other. Nothing is fetched, and
-nothing is left behind. Exits with 1 where a line says `fail`.
+nothing is left behind but the kernels, which are built where they are not yet. Exits with 1 where a line says `fail`.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def machine() -> Iterator[Finding]:
     hardware = provenance.hardware
     yield revision(provenance.git_sha, provenance.revision)
     yield cpu(hardware, quota_cores(), os.environ)
-    yield packing()
+    yield from kernels()
     yield memory(*memory_bytes(hardware.memory_bytes))
     yield load(os.getloadavg()[0], hardware.num_cores)
 
@@ -207,25 +207,35 @@ def quota_cores(container: Path = _CONTAINER) -> float | None:
     return None if quota == "max" else int(quota) / int(period)
 
 
-def packing() -> Finding:
-    """Whether the prepacked product (oneDNN's or MKL's) is there and right, and for which dtypes it is fast."""
+def kernels() -> Iterator[Finding]:
+    """What float32 and bfloat16 are computed with on this processor, tried out."""
     import torch
 
-    from specdec.models.linear import can_pack, linear
+    from specdec.kernels import build
+    from specdec.models.linear import has_onednn, linear
 
-    device = torch.device("cpu")
+    built, cpu_device = build(), torch.device("cpu")
+    if built.library is not None:
+        yield Finding(Level.OK, "kernels", f"built by {built.compiler}")
+    else:
+        fact = f"not built, so that steps in float32 take longer: {built.reason}"
+        yield Finding(Level.WARN if built.remedy else Level.OK, "kernels", fact, built.remedy)
+
     remedy = "pip install --force-reinstall torch, within the range above"
-    if not can_pack(device, torch.float32):
-        return Finding(Level.WARN, "packing", "not in this torch: weights are not prepacked, steps take longer", remedy)
-    try:
-        right = bool((linear(torch.ones(16, 32))(torch.ones(1, 32)) == 32).all())
-    except (RuntimeError, AttributeError) as error:
-        return Finding(Level.FAIL, "packing", f"the prepacked product can't be made ({error})", remedy)
-    if not right:
-        return Finding(Level.FAIL, "packing", "the prepacked product is wrong", remedy)
-    if can_pack(device, torch.bfloat16):
-        return Finding(Level.OK, "packing", "float32 and bfloat16 weights are prepacked")
-    return Finding(Level.OK, "packing", "float32 weights are prepacked; bfloat16 has no fast kernels on this processor")
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        try:
+            product = linear(torch.ones(16, 32, dtype=dtype))
+            right = bool((product(torch.ones(1, 32, dtype=dtype)) == 32).all())
+        except (RuntimeError, AttributeError) as error:
+            yield Finding(Level.FAIL, name, f"products can't be computed ({error})", remedy)
+            continue
+        if not right:
+            yield Finding(Level.FAIL, name, f"products by {type(product).__name__} are wrong", remedy)
+        elif dtype == torch.bfloat16 and not has_onednn(cpu_device, dtype):
+            yield Finding(Level.OK, name, "has no fast products on this processor")
+        else:
+            yield Finding(Level.OK, name, f"products by {type(product).__name__}")
 
 
 def memory_bytes(
@@ -311,7 +321,8 @@ def caches() -> Iterator[Finding]:
     """The toolkit's cache with the embedded models, and the hub's."""
     from huggingface_hub import constants
 
-    from specdec.models.embedded import EMBEDDED, cache_root, directory_of, is_intact
+    from specdec.folders import cache_root
+    from specdec.models.embedded import EMBEDDED, directory_of, is_intact
 
     root = cache_root()
     directories = {name: directory_of(model, root) for name, model in EMBEDDED.items()}

@@ -36,13 +36,12 @@ class Measured(NamedTuple):
 class Judged(ABC):
     """A step's verdict, and on the host whatever a record of it needs.
 
-    logits: [B, K + 1, V], the target's. likely: [B, K + 1], its most likely tokens, where judging had to find them.
+    logits: [B, K + 1, V], the target's.
     """
 
     logits: Tensor
     sampling: Sequence[SamplingParams]
     draft: Draft
-    likely: Tensor | None
 
     @property
     @abstractmethod
@@ -91,7 +90,6 @@ class ByRule(Judged):
     draft: Draft
     target_probs: Tensor
     given: Verdict
-    likely: Tensor | None = None
 
     @property
     def verdict(self) -> Verdict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from functools import cache
 from pathlib import Path
 
 _INFO = Path("/proc/cpuinfo")
@@ -14,10 +13,9 @@ def cpu_model() -> str:
     return _field("model name") or platform.processor() or platform.machine()
 
 
-@cache
-def is_intel() -> bool:
-    """Whether Intel made it; no where the system does not say."""
-    return _field("vendor_id") == "GenuineIntel"
+def features() -> str:
+    """The instruction sets it has, as the system lists them; empty where it does not say."""
+    return _field("flags") or _field("Features") or ""
 
 
 def _field(name: str) -> str | None:

@@ -145,9 +145,8 @@ def record_step(judged: Judged, where: Sequence[StepId], model: str) -> Recordin
 
 def _entropies(judged: Judged, width: int) -> tuple[list[list[float]], list[list[float]]]:
     """Model and sampling entropy in bits at the first `width` + 1 positions; one and the same where nothing is cut."""
-    likely, sampling = judged.likely, judged.sampling
-    model = logits_entropy_bits(judged.logits[:, : width + 1], None if likely is None else likely[:, : width + 1])
-    if all(params.untouched for params in sampling):
+    model = logits_entropy_bits(judged.logits[:, : width + 1])
+    if all(params.untouched for params in judged.sampling):
         return model, model
     return model, judged.sampling_entropy_bits(width)
 

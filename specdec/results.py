@@ -271,13 +271,21 @@ def collect_provenance(
         command=command,
         git_sha=_git(here, "rev-parse", "HEAD"),
         git_dirty=bool(_git(here, "status", "--porcelain", "--untracked-files=no")),
-        packages={"specdec-lab": __version__} | {name: _version(name) for name in PACKAGES},
+        packages={"specdec-lab": __version__, **{name: _version(name) for name in PACKAGES}, **_compiler()},
         python=platform.python_version(),
         hardware=hardware,
         seeds=list(seeds),
         prompts_sha256=prompts_sha256,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _compiler() -> dict[str, str]:
+    """What `specdec.kernels` were built with; nothing where they were not."""
+    from specdec.kernels import build  # with torch, which who only reads results can do without
+
+    compiler = build().compiler
+    return {"cc": compiler} if compiler else {}
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec import kernels
 from specdec.errors import UsageError
 from specdec.types import Draft, SamplingParams
 
@@ -25,10 +26,8 @@ Seen = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
 
 _NUCLEUS_START = 64  # candidates looked at first; most nuclei are smaller
 _NUCLEUS_GROWTH = 8
-_EXACT_UP_TO = 64.0  # a float32 sum of logits this size is good to a hundred-thousandth
 _NO_MASS = -200.0  # in nats: exp is 0 in float32 from -104 on, and 0 * -inf would be NaN
 _NATS_PER_BIT = math.log(2)
-_ENTROPY_ROWS = 16  # at once: more would be memory that nothing else needs
 _TINY_TEMPERATURE = 1e-6  # below it, dividing a logit may overflow float32
 
 
@@ -70,13 +69,10 @@ def _distribution(logits: Tensor, params: SamplingParams, rows: Sequence[int], s
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Index of each row's first maximum, or first NaN: [..., V] → [...] int64.
-
-    On a CPU numpy looks at sixteen float32 at a time, torch at one.
-    """
-    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+    """Index of each row's first maximum, or first NaN: [..., V] → [...] int64."""
+    if not kernels.serves(logits):
         return logits.argmax(-1)
-    return torch.from_numpy(np.asarray(logits.detach().numpy().argmax(-1), dtype=np.int64))
+    return kernels.argmax(logits)
 
 
 def one_hot(tokens: Tensor, vocab_size: int) -> Tensor:
@@ -171,48 +167,21 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(token, last_possible).clamp(max=probs.shape[-1] - 1)[:, 0]
 
 
-def logits_entropy_bits(logits: Tensor, likely: Tensor | None = None) -> list[list[float]]:
+def logits_entropy_bits(logits: Tensor) -> list[list[float]]:
     """Entropy in bits of the softmax, temperature 1, before any truncation: [B, S, V] → [B][S] on the host.
 
     -inf logits have no mass. NaN, +inf, or nothing but -inf give NaN, so that this also finds broken logits.
-    likely: [B, S] int64, each position's most likely token where it is known already.
     """
-    batch, positions = logits.shape[:2]
-    rows = logits.flatten(0, 1)
-    tokens = argmax(rows.float()) if likely is None else likely.flatten()
-    on_host = rows.device.type == "cpu"
-    nats: list[float] = _host_nats(rows, tokens.tolist()) if on_host else _nats(rows, tokens).tolist()
-    bits = [max(0.0, value / _NATS_PER_BIT) if value == value else value for value in nats]
-    return [bits[row * positions : (row + 1) * positions] for row in range(batch)]
+    scores = logits.float()
+    nats: list[list[float]] = (kernels.entropy_nats(scores) if kernels.serves(scores) else _nats(scores)).tolist()
+    return [[max(0.0, value / _NATS_PER_BIT) if value == value else value for value in row] for row in nats]
 
 
-def _nats(logits: Tensor, likely: Tensor) -> Tensor:
-    """Entropy as −Σ P log P: [N, V] → [N]."""
-    shifted = logits.float() - logits.gather(-1, likely[:, None]).float()
-    logs = shifted.log_softmax(-1)
+def _nats(logits: Tensor) -> Tensor:
+    """Entropy as −Σ P log P: [..., V] → [...]."""
+    logs = logits.log_softmax(-1)
     nats: Tensor = torch.linalg.vecdot(logs.exp(), logs.clamp(min=_NO_MASS))
     return nats.neg_()
-
-
-def _host_nats(logits: Tensor, likely: Sequence[int]) -> list[float]:
-    """The same as log Z − Σ P x, where log Z = x − log P at the likely token: two passes and hardly an operation more,
-    for on a CPU a handful of small operations costs as much as a pass over the vocabulary."""
-    found: list[float] = []
-    with np.errstate(invalid="ignore"):  # 0 * -inf, which is looked at again
-        for start in range(0, len(logits), _ENTROPY_ROWS):
-            part = logits[start : start + _ENTROPY_ROWS].float()
-            columns = likely[start : start + _ENTROPY_ROWS]
-            found += map(_row_nats, part.numpy(), part.softmax(-1).numpy(), columns)
-    return found
-
-
-def _row_nats(scores: np.ndarray, probs: np.ndarray, likely: int) -> float:
-    largest, prob = float(scores[likely]), float(probs[likely])
-    if abs(largest) <= _EXACT_UP_TO:
-        nats = largest - math.log(prob or math.nan) - float(probs.dot(scores))
-        if math.isfinite(nats):
-            return nats
-    return float(_nats(torch.from_numpy(scores)[None], torch.tensor([likely])))
 
 
 def entropy_bits(probs: Tensor) -> Tensor:

@@ -11,19 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.allocator import huge_pages, keep_freed_memory, own_pages
+from specdec.allocator import huge_pages, keep_freed_memory
 
 MIB = 1 << 20
 HAS_HUGE_PAGES = platform.libc_ver()[0] == "glibc" and Path("/sys/kernel/mm/transparent_hugepage").is_dir()
-
-
-def in_the_heap(address: int) -> bool:
-    """Whether an address lies in what the C library grows and keeps, not in pages mapped for one block."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, last = (int(bound, 16) for bound in line.split()[0].split("-"))
-        if first <= address < last:
-            return line.endswith("[heap]")
-    raise AssertionError(f"no mapping at {address:#x}")
 
 
 def is_advised(address: int) -> bool:
@@ -51,22 +42,6 @@ def allocate_inside() -> None:
     assert is_advised(large.data_ptr() + 4 * MIB)
     assert torch.equal(large[:3], torch.ones(3))
     assert small.sum() == MIB // 4
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-def test_what_is_allocated_inside_has_pages_of_its_own() -> None:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pool.submit(allocate_apart).result()
-
-
-def allocate_apart() -> None:
-    keep_freed_memory()
-    torch.ones(24 * MIB // 4)  # leaves its pages behind
-    with own_pages():
-        apart = torch.empty(24 * MIB // 4)
-    after = torch.empty(24 * MIB // 4)
-    assert not in_the_heap(apart.data_ptr())
-    assert in_the_heap(after.data_ptr())
 
 
 def test_an_error_inside_gets_through() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from ctypes import CDLL
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from specdec import doctor
+from specdec import doctor, kernels
 from specdec.doctor import Finding, Level
 from specdec.errors import UsageError
+from specdec.kernels import Build
 from specdec.models import embedded, linear, loading
 from specdec.results import Hardware
 
@@ -210,28 +212,37 @@ def test_a_revision_that_cannot_be_had_again_is_named() -> None:
     assert doctor.revision(None, "unknown").level == Level.WARN
 
 
-@pytest.mark.parametrize("fast_bfloat16", [True, False])
-def test_packing_says_what_is_fast_here(fast_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "can_pack", lambda device, dtype: dtype == torch.float32 or fast_bfloat16)
+def test_kernels_that_were_not_built_are_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "build", lambda: Build(None, reason="there is no C compiler", remedy="install gcc"))
+    found = next(doctor.kernels())
+    assert (found.level, found.remedy) == (Level.WARN, "install gcc")
+    assert "no C compiler" in found.fact
+    monkeypatch.setattr(kernels, "build", lambda: Build(None, reason="they are made for Linux"))
+    assert next(doctor.kernels()).level == Level.OK  # nothing can be done about it
+    monkeypatch.setattr(kernels, "build", lambda: Build(CDLL(None), compiler="cc 1.0"))
+    assert next(doctor.kernels()) == Finding(Level.OK, "kernels", "built by cc 1.0")
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_doctor_says_whether_bfloat16_is_fast_here(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "has_onednn", lambda device, dtype: fast)
     monkeypatch.setattr(linear, "linear", linear.PlainLinear)
-    found = doctor.packing()
-    assert found.level == Level.OK
-    assert ("no fast kernels" in found.fact) is not fast_bfloat16
+    _, float32, bfloat16 = doctor.kernels()
+    assert float32.fact == "products by PlainLinear"
+    assert bfloat16.level == Level.OK
+    assert ("no fast products" in bfloat16.fact) is not fast
 
 
-def test_packing_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "can_pack", lambda device, dtype: False)
-    assert doctor.packing().level == Level.WARN
-    monkeypatch.setattr(linear, "can_pack", lambda device, dtype: True)
+def test_products_are_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "linear", lambda weight: lambda x: x @ weight.T + 1)
-    assert doctor.packing().level == Level.FAIL
-    assert "wrong" in doctor.packing().fact
+    assert [found.level for found in doctor.kernels()][1:] == [Level.FAIL, Level.FAIL]
+    assert all("wrong" in found.fact for found in list(doctor.kernels())[1:])
 
     def gone(weight: torch.Tensor) -> linear.Linear:
         raise AttributeError("no _reorder_linear_weight")
 
     monkeypatch.setattr(linear, "linear", gone)
-    assert "_reorder_linear_weight" in doctor.packing().fact
+    assert all("_reorder_linear_weight" in found.fact for found in list(doctor.kernels())[1:])
 
 
 def test_no_gpu_is_fine_unless_there_should_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +357,7 @@ def test_the_hubs_cache_and_policy_are_named(tmp_path: Path) -> None:
 # The command
 
 
-def test_the_command_prints_a_line_each_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_command_prints_a_line_each_and_leaves_nothing_but_kernels(tmp_path: Path) -> None:
     environment = {**os.environ, "SPECDEC_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "specdec.doctor", "--results", str(tmp_path / "results")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -354,11 +365,23 @@ def test_the_command_prints_a_line_each_and_leaves_nothing(tmp_path: Path) -> No
     assert done.stderr == ""
     assert done.returncode == int(any(line.startswith("fail") for line in lines))
     subjects = [line[6:19].strip() for line in lines]
-    for subject in ("specdec-lab", "revision", "cpu", "packing", "memory", "load", "smollm2-135m", "hub cache"):
+    for subject in (
+        "specdec-lab",
+        "revision",
+        "cpu",
+        "kernels",
+        "float32",
+        "bfloat16",
+        "memory",
+        "load",
+        "smollm2-135m",
+        "hub cache",
+    ):
         assert subject in subjects
     assert subjects[-1] == "results"
     assert {line[:6].strip() for line in lines} <= {"ok", "warn", "fail"}
-    assert list(tmp_path.iterdir()) == []
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(name.startswith("kernels-") for name in left)
 
 
 def test_the_exit_status_is_1_where_something_fails(

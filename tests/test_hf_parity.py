@@ -33,6 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "llama_wide_heads": ("llama", {"head_dim": 32, "attention_bias": True}),
+    "qwen3_wide_heads": ("qwen3", {"head_dim": 64}),
     "qwen3_biased": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
 }
 

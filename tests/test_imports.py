@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 LAYERS = [
-    {"errors", "timing", "allocator", "hub", "version", "processor"},
-    {"costmodel", "statistics"},
+    {"errors", "timing", "allocator", "hub", "version", "processor", "folders"},
+    {"costmodel", "statistics", "kernels"},
     {"types"},
     {"sampling"},
     {"uniforms"},

@@ -9,8 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class InPlace(NamedTuple):
+    """Keys and values per layer, [slots, kv_heads, capacity, head_dim]; row b is slot `slots[b]`, `starts[b]` long."""
+
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    slots: Sequence[int]
+    starts: Sequence[int]
 
 
 class CacheView(ABC):
@@ -27,6 +37,10 @@ class CacheView(ABC):
         Returns keys and values [B, kv_heads, L, head_dim], L = max(starts) + S. Entries of row b from
         starts[b] + S on are undefined but finite: the attention mask must hide them.
         """
+
+    def in_place(self, num_tokens: int) -> InPlace | None:
+        """Where the model may itself write S = `num_tokens` entries per row instead of calling `append`; or None."""
+        return None
 
     @abstractmethod
     def advance(self, num_tokens: int) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdec.cache.base import Cache, CacheView
+from specdec.cache.base import Cache, CacheView, InPlace
 from specdec.errors import UsageError
 
 
@@ -29,7 +29,7 @@ class ContiguousCache(Cache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self._num_layers = num_slots, num_layers
         self.capacity = capacity
         self._lengths = [0] * num_slots
         # zeros, because a NaN left in fresh memory survives its mask; normal tensors, to be written from anywhere
@@ -85,57 +85,68 @@ class _View(CacheView):
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         place = self._place or self._find_place(keys.shape[2], keys.device)
-        return place.write(self._cache.keys[layer], keys), place.write(self._cache.values[layer], values)
+        return place.write(layer, keys), place.write(layer + self._cache._num_layers, values)
+
+    def in_place(self, num_tokens: int) -> InPlace:
+        self._check_room(num_tokens)
+        return InPlace(self._cache.keys, self._cache.values, self.slots, self.starts)
 
     def advance(self, num_tokens: int) -> None:
         self._cache._advance(self.slots, [start + num_tokens for start in self.starts])
         self.starts = tuple(start + num_tokens for start in self.starts)
         self._place = None
 
-    def _find_place(self, num_tokens: int, device: torch.device) -> _Place:
+    def _check_room(self, num_tokens: int) -> int:
+        """The longest row's length after the pass."""
         end = max(self.starts) + num_tokens
         if end > self._cache.capacity:
             raise UsageError(
                 f"the cache holds {self._cache.capacity} entries per sequence and {end} are needed; "
                 "make it with a larger capacity"
             )
+        return end
+
+    def _find_place(self, num_tokens: int, device: torch.device) -> _Place:
+        end = self._check_room(num_tokens)
         first, neighbours = self.slots[0], self.slots == tuple(range(self.slots[0], self.slots[0] + len(self.slots)))
         if neighbours and len(set(self.starts)) == 1:
-            self._place = _Slab(slice(first, first + len(self.slots)), self.starts[0], end)
+            self._place = _Slab(self._cache._block[:, first : first + len(self.slots), :, :end], self.starts[0])
         else:
             rows = torch.tensor(self.slots, device=device)
             columns = torch.tensor(self.starts, device=device)[:, None] + torch.arange(num_tokens, device=device)
             read = slice(first, first + len(self.slots)) if neighbours else rows
-            self._place = _Scattered(rows, columns, read, end)
+            self._place = _Scattered(self._cache._block, rows, columns, read, end)
         return self._place
 
 
 class _Place(Protocol):
     """Where a view's new entries go, and how its rows are read back."""
 
-    def write(self, stored: Tensor, new: Tensor) -> Tensor:
-        """Put new [B, kv_heads, S, D] into stored [num_slots, kv_heads, capacity, D]; return [B, kv_heads, L, D]."""
+    def write(self, index: int, new: Tensor) -> Tensor:
+        """Put new [B, kv_heads, S, D] into the block's [index]; return all of it to attend to [B, kv_heads, L, D]."""
 
 
 class _Slab:
     """Neighbouring slots of one length: a rectangle."""
 
-    def __init__(self, rows: slice, start: int, end: int) -> None:
-        self._rows, self._start, self._end = rows, start, end
+    def __init__(self, visible: Tensor, start: int) -> None:
+        self._visible = visible.unbind(0)  # [B, kv_heads, L, D] each, cut out once for all layers
+        self._new = visible[:, :, :, start:].unbind(0)
 
-    def write(self, stored: Tensor, new: Tensor) -> Tensor:
-        visible = stored[self._rows, :, : self._end]
-        visible[:, :, self._start :] = new
-        return visible
+    def write(self, index: int, new: Tensor) -> Tensor:
+        self._new[index].copy_(new)
+        return self._visible[index]
 
 
 class _Scattered:
     """Any slots of any lengths."""
 
-    def __init__(self, rows: Tensor, columns: Tensor, read: slice | Tensor, end: int) -> None:
+    def __init__(self, block: Tensor, rows: Tensor, columns: Tensor, read: slice | Tensor, end: int) -> None:
+        self._block = block
         self._rows, self._columns = rows[:, None], columns  # [B, 1], [B, S]
         self._read, self._end = read, end
 
-    def write(self, stored: Tensor, new: Tensor) -> Tensor:
+    def write(self, index: int, new: Tensor) -> Tensor:
+        stored = self._block[index]
         stored[self._rows, :, self._columns] = new.transpose(1, 2)  # indexed dimensions come first: [B, S, kv_heads, D]
         return stored[:, :, : self._end][self._read]

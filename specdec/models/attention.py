@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -48,32 +49,40 @@ def sdpa(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, cau
 class Visibility:
     """What one forward pass may attend to; made once and shared by all layers.
 
-    mask: [B or 1, 1, fold * S, L], added to the scores, or None. causal: plain causal attention over new entries only.
+    starts: per row, entries cached before the S = `num_tokens` new ones. tree: who sees which new entries, or None:
+    a chain, in which every query sees what lies before it. causal: plain causal attention over new entries only.
     fold: query heads that share a key head and are laid out as further rows of it, so that attention sees as many
     query heads as key heads: its kernels then read each key once, and on CPU take their fast path.
     """
 
-    mask: Tensor | None
+    starts: Sequence[int]
+    num_tokens: int
+    tree: Tensor | None
     causal: bool
     fold: int
+    _like: Tensor
 
     @classmethod
     def of(cls, starts: Sequence[int], num_tokens: int, tree: Tensor | None, groups: int, like: Tensor) -> Visibility:
         """For S = `num_tokens` new entries per row after `starts` cached ones.
 
-        tree: [B, S, S] bool as in `LanguageModel.forward`, or None: causal. It may be [B, S, N], N > S: then the S
+        tree: [B, S, S] bool as in `LanguageModel.forward`, or None: a chain. It may be [B, S, N], N > S: then the S
         entries are the last of N that came after `starts`, as where a tree grows by one depth per forward.
         groups: query heads per key head. like: a tensor of the dtype and on the device of the scores.
         """
-        fold = groups if num_tokens <= _FOLD_UP_TO else 1
-        everything = num_tokens == 1 and (tree is None or tree.shape[2] == 1)
-        if everything and len(set(starts)) == 1:
-            return cls(None, False, fold)
-        if tree is None and not any(starts):
-            return cls(None, True, 1)
-        visible = _visible(starts, num_tokens, tree, like.device)
-        mask = like.new_zeros(visible.shape).masked_fill(~visible, -math.inf)
-        return cls(mask[:, None].repeat(1, 1, fold, 1), False, fold)
+        causal = tree is None and not any(starts) and num_tokens > 1
+        fold = groups if num_tokens <= _FOLD_UP_TO and not causal else 1
+        return cls(starts, num_tokens, tree, causal, fold, like)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """[B, 1, fold * S, L], added to the scores; None where `causal` says it, or everything is visible."""
+        everything = self.num_tokens == 1 and (self.tree is None or self.tree.shape[2] == 1)
+        if self.causal or (everything and len(set(self.starts)) == 1):
+            return None
+        visible = _visible(self.starts, self.num_tokens, self.tree, self._like.device)
+        mask = self._like.new_zeros(visible.shape).masked_fill(~visible, -math.inf)
+        return mask[:, None].repeat(1, 1, self.fold, 1)
 
 
 def _visible(starts: Sequence[int], num_tokens: int, tree: Tensor | None, device: torch.device) -> Tensor:

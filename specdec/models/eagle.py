@@ -68,6 +68,7 @@ class EagleHead:
         self._parts = parts
         self._embedding = embedding  # [V, d]
         self._attention = attention
+        self._unweighted = Norm(embedding.new_ones(config.hidden_size), config.norm_eps)
         self._positions = config.positions.build(config.hidden_size, config.head_dim, self.device)
 
     @classmethod
@@ -108,8 +109,7 @@ class EagleHead:
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The target's features [..., n, d] → g [..., d]. The norm has no weight: fc has one per input already."""
-        scaled = F.rms_norm(hidden, hidden.shape[-1:], None, self.config.norm_eps)
-        return self._parts.fuse(scaled.flatten(-2))
+        return self._parts.fuse(self._unweighted(hidden).flatten(-2))
 
     def forward(
         self,
@@ -132,9 +132,10 @@ class EagleHead:
         visible = Visibility.of(starts, tokens.shape[1], tree, self.config.groups, like=features)
         said = parts.embed_norm(F.embedding(tokens, self._embedding))
         inputs = torch.cat((said, parts.feature_norm(features)), dim=-1)  # [B, S, 2d]
-        stream = features + parts.attention(inputs, Step(rotate, visible, cache, self._attention))
+        step = Step.of(features, rotate, visible, cache, self._attention)
+        stream = parts.attention(inputs, step, features)
         cache.advance(tokens.shape[1])
-        return stream + parts.feed_forward(parts.ffn_norm(stream))
+        return parts.feed_forward(parts.ffn_norm(stream), stream)
 
     def logits(self, stream: Tensor) -> Tensor:
         """The stream [..., d] → logits over the draft vocabulary [..., Vd]."""

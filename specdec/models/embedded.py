@@ -7,7 +7,6 @@ comes out is an ordinary checkpoint directory in the user's cache: made once, by
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from specdec.errors import UsageError
+from specdec.folders import cache_root
 
 _FORMAT = 2  # raise when a conversion gives other files than before: old directories are then left alone
 _MANIFEST = "manifest.json"
@@ -49,14 +49,6 @@ Fetch = Callable[[EmbeddedModel, Path], Path]
 """(model, an empty directory) → the GGUF file, in that directory."""
 Convert = Callable[[Path, Path], None]
 """(GGUF file, an empty directory) → the directory filled with a checkpoint."""
-
-
-def cache_root() -> Path:
-    """`$SPECDEC_CACHE`, else `specdec` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    chosen = os.environ.get("SPECDEC_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specdec"
 
 
 def directory_of(model: EmbeddedModel, root: Path | None = None) -> Path:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from specdec.allocator import huge_pages, keep_freed_memory, own_pages
+from specdec.allocator import huge_pages, keep_freed_memory
 from specdec.errors import UsageError
 from specdec.models.base import LanguageModel
 from specdec.models.checkpoint import Checkpoint, find
-from specdec.models.linear import prefers_mkl
 from specdec.models.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -86,9 +85,7 @@ def load_model(
 
     if torch_device.type == "cpu":
         keep_freed_memory()
-        sparse = note is None and prefers_mkl(torch_device, torch_dtype)
-        # In a dtype twice as wide, weights take twice what they take on disk.
-        with own_pages() if sparse else huge_pages(2 * checkpoint.num_bytes):
+        with huge_pages(2 * checkpoint.num_bytes):  # on disk, weights may take half of what they take here
             loaded = build(torch_dtype)
     else:
         loaded = build(torch_dtype)

@@ -106,18 +106,23 @@ class _Rotary:
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         angles = _angles(positions, self._frequencies, dtype)[:, :, None]  # [B, S, 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
-        return _Turn(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype))
+        return Turn(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype))
 
 
-class _Turn:
-    """Pair i is (x[i], x[i + D / 2]), as Hugging Face checkpoints have it."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A rotation by cos and signed_sin [B, S, 1, D]: the sine of every pair's first half is negative.
 
-    def __init__(self, cos: Tensor, signed_sin: Tensor) -> None:
-        self._cos, self._signed_sin = cos, signed_sin  # [B, S, 1, D]
+    Pair i is (x[i], x[i + D / 2]), as Hugging Face checkpoints have it.
+    """
+
+    cos: Tensor
+    signed_sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
+        """See `Rotation`."""
         partners = x.roll(x.shape[-1] // 2, dims=-1)
-        return torch.addcmul(x * self._cos, partners, self._signed_sin)
+        return torch.addcmul(x * self.cos, partners, self.signed_sin)
 
 
 class _Sinusoids:

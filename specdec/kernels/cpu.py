@@ -1,0 +1,202 @@
+"""decode.c in terms of tensors. Sizes: B sequences, S new tokens, H query and K key heads of width D."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int, c_long, c_void_p
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.kernels.library import build
+
+# The structures of decode.c, field by field.
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("inputs", c_long), ("outputs", c_long)]
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        ("qkv", _Product),
+        ("output", _Product),
+        ("norms", c_void_p),
+        ("eps", c_float),
+        ("heads", c_long),
+        ("kv_heads", c_long),
+        ("width", c_long),
+    ]
+
+
+class _ForwardPass(ctypes.Structure):
+    _fields_ = [
+        ("batch", c_long),
+        ("tokens", c_long),
+        ("slots", POINTER(c_long)),
+        ("starts", POINTER(c_long)),
+        ("slot_stride", c_long),
+        ("head_stride", c_long),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("mask", c_void_p),
+        ("mask_row", c_long),
+        ("mask_token", c_long),
+    ]
+
+
+@cache
+def _library() -> Any:
+    """The library with its functions declared, or None."""
+    library = build().library
+    if library is None:
+        return None
+    product, attention, forward = POINTER(_Product), POINTER(_Attention), POINTER(_ForwardPass)
+    declared: dict[str, tuple[list[Any], Any]] = {
+        "panel": ([], c_int),
+        "product": ([product, *3 * [c_void_p], c_long], None),
+        "rms_norm": ([*3 * [c_void_p], c_long, c_long, c_float], None),
+        "argmax": ([c_void_p, c_void_p, c_long, c_long], None),
+        "entropy": ([c_void_p, c_void_p, c_long, c_long], None),
+        "feed_forward": ([product, product, *3 * [c_void_p], c_long], c_int),
+        "self_attention": ([attention, forward, *5 * [c_void_p]], c_int),
+    }
+    for name, (arguments, result) in declared.items():
+        function = getattr(library, f"specdec_{name}")
+        function.argtypes, function.restype = arguments, result
+    return library
+
+
+@cache
+def _panel() -> int:
+    return cast(int, _library().specdec_panel())
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the kernels take this tensor: float32, on a CPU, with nothing to differentiate."""
+    return x.dtype is torch.float32 and x.is_cpu and not x.requires_grad and _library() is not None
+
+
+def serves_heads(width: int) -> bool:
+    """Whether attention takes heads of this width."""
+    return _library() is not None and width % _panel() == 0
+
+
+class Product:
+    """x [..., k] → x @ weight.T + bias [..., n], for a weight [n, k] of which only a packed copy is kept.
+
+    Packed, [⌈n / panel⌉, k, panel], outputs that are computed together lie side by side; those beyond n are zeros.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.outputs, inputs = weight.shape
+        whole = F.pad(weight, (0, 0, 0, -self.outputs % _panel()))
+        self.packed = whole.view(-1, _panel(), inputs).transpose(1, 2).contiguous()
+        self.bias = None if bias is None else bias.contiguous()
+        self.num_bytes = self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        self.structure = _Product(self.packed.data_ptr(), _address(self.bias), inputs, self.outputs)
+
+    def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """The product, plus `onto` [..., n] or nothing."""
+        x, rows = x.contiguous(), x.shape[:-1]
+        onto = None if onto is None else onto.contiguous()
+        out = x.new_empty(*rows, self.outputs)
+        _library().specdec_product(self.structure, x.data_ptr(), _address(onto), out.data_ptr(), math.prod(rows))
+        return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / RMS(x) · weight, over the last dimension."""
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    _library().specdec_rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps)
+    return out
+
+
+def argmax(x: Tensor) -> Tensor:
+    """Index of each row's first maximum, or first NaN: [..., n > 0] → [...] int64."""
+    x = x.contiguous()
+    found, width = torch.empty(x.shape[:-1], dtype=torch.int64), x.shape[-1]
+    _library().specdec_argmax(x.data_ptr(), found.data_ptr(), found.numel(), width)
+    return found
+
+
+def entropy_nats(logits: Tensor) -> Tensor:
+    """Entropy of each row's softmax: [..., n] → [...] float64. NaN where a logit is NaN or +inf, or all are -inf."""
+    logits = logits.contiguous()
+    nats, width = torch.empty(logits.shape[:-1], dtype=torch.float64), logits.shape[-1]
+    _library().specdec_entropy(logits.data_ptr(), nats.data_ptr(), nats.numel(), width)
+    return nats
+
+
+def feed_forward(gate_up: Product, down: Product, x: Tensor, onto: Tensor) -> Tensor:
+    """down(silu(gate(x)) · up(x)) + onto, x [..., k] → [..., n]."""
+    x, onto = x.contiguous(), onto.contiguous()
+    out = torch.empty_like(onto)
+    pointers, num_rows = (x.data_ptr(), onto.data_ptr(), out.data_ptr()), math.prod(x.shape[:-1])
+    _check(_library().specdec_feed_forward(gate_up.structure, down.structure, *pointers, num_rows))
+    return out
+
+
+class ForwardPass:
+    """Where the new entries of a forward pass go, and what its tokens see; shared by all layers.
+
+    keys, values: per layer, [slots, K, capacity, D] as `ContiguousCache` has them; row b of the pass is slot `slots[b]`
+    and already holds `starts[b]` entries. cos, signed_sin: [B, S, 1, D], as `specdec.models.rope.Turn` has them.
+    mask: [B or 1, 1, S or more, L], added to the scores; None: causal.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        cos: Tensor,
+        signed_sin: Tensor,
+        mask: Tensor | None,
+    ) -> None:
+        self.keys, self.values = keys, values
+        self._held = cos, signed_sin, mask  # what the structure points to
+        batch, tokens = cos.shape[:2]
+        row = c_long * batch
+        self.structure = _ForwardPass(
+            *(batch, tokens, row(*slots), row(*starts), *keys[0].stride()[:2]),
+            *(cos.data_ptr(), signed_sin.data_ptr(), _address(mask)),
+            *((0, 0) if mask is None else (mask.stride(0) if len(mask) > 1 else 0, mask.stride(2))),
+        )
+
+
+class SelfAttention:
+    """output(attention(qkv(x))) + onto; norms: [H + K, D] for queries and keys, with their epsilon, or None."""
+
+    def __init__(
+        self, qkv: Product, output: Product, norms: Tensor | None, eps: float, num_heads: int, num_kv_heads: int
+    ) -> None:
+        self._held = qkv, output, norms
+        width = output.packed.shape[1] // num_heads
+        self._structure = _Attention(
+            qkv.structure, output.structure, _address(norms), eps, num_heads, num_kv_heads, width
+        )
+
+    def __call__(self, x: Tensor, forward: ForwardPass, layer: int, onto: Tensor) -> Tensor:
+        """x [B, S, k] → [B, S, n]; writes to the keys and values of `layer`."""
+        x, onto = x.contiguous(), onto.contiguous()
+        out = torch.empty_like(onto)
+        pointers = (forward.keys[layer].data_ptr(), forward.values[layer].data_ptr(), x.data_ptr(), onto.data_ptr())
+        _check(_library().specdec_self_attention(self._structure, forward.structure, *pointers, out.data_ptr()))
+        return out
+
+
+def _check(complete: int) -> None:
+    if not complete:
+        raise MemoryError("there is no memory left for one layer's intermediate results")
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
