@@ -5,6 +5,7 @@
 
 from specdec.kernels.cpu import (
     ForwardPass,
+    Layer,
     Product,
     SelfAttention,
     argmax,
@@ -19,6 +20,7 @@ from specdec.kernels.library import Build, build
 __all__ = [
     "Build",
     "ForwardPass",
+    "Layer",
     "Product",
     "SelfAttention",
     "argmax",

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels.library import build
@@ -50,6 +49,18 @@ class _ForwardPass(ctypes.Structure):
     ]
 
 
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("attention_norm", c_void_p),
+        ("feed_forward_norm", c_void_p),
+        ("attention_eps", c_float),
+        ("feed_forward_eps", c_float),
+        ("attention", POINTER(_Attention)),
+        ("gate_up", POINTER(_Product)),
+        ("down", POINTER(_Product)),
+    ]
+
+
 @cache
 def _library() -> Any:
     """The library with its functions declared, or None."""
@@ -65,6 +76,7 @@ def _library() -> Any:
         "entropy": ([c_void_p, c_void_p, c_long, c_long], None),
         "feed_forward": ([product, product, *3 * [c_void_p], c_long], c_int),
         "self_attention": ([attention, forward, *5 * [c_void_p]], c_int),
+        "layer": ([POINTER(_Layer), forward, *4 * [c_void_p]], c_int),
     }
     for name, (arguments, result) in declared.items():
         function = getattr(library, f"specdec_{name}")
@@ -95,8 +107,12 @@ class Product:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.outputs, inputs = weight.shape
-        whole = F.pad(weight, (0, 0, 0, -self.outputs % _panel()))
-        self.packed = whole.view(-1, _panel(), inputs).transpose(1, 2).contiguous()
+        panel = _panel()
+        self.packed = weight.new_zeros(-(-self.outputs // panel), inputs, panel)
+        whole = self.outputs // panel  # filled in place: a copy of a whole table would be most of the peak in memory
+        self.packed[:whole] = weight[: whole * panel].view(whole, panel, inputs).transpose(1, 2)
+        if self.outputs % panel:
+            self.packed[whole, :, : self.outputs % panel] = weight[whole * panel :].T
         self.bias = None if bias is None else bias.contiguous()
         self.num_bytes = self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
         self.structure = _Product(self.packed.data_ptr(), _address(self.bias), inputs, self.outputs)
@@ -180,7 +196,7 @@ class SelfAttention:
     ) -> None:
         self._held = qkv, output, norms
         width = output.packed.shape[1] // num_heads
-        self._structure = _Attention(
+        self.structure = _Attention(
             qkv.structure, output.structure, _address(norms), eps, num_heads, num_kv_heads, width
         )
 
@@ -189,7 +205,35 @@ class SelfAttention:
         x, onto = x.contiguous(), onto.contiguous()
         out = torch.empty_like(onto)
         pointers = (forward.keys[layer].data_ptr(), forward.values[layer].data_ptr(), x.data_ptr(), onto.data_ptr())
-        _check(_library().specdec_self_attention(self._structure, forward.structure, *pointers, out.data_ptr()))
+        _check(_library().specdec_self_attention(self.structure, forward.structure, *pointers, out.data_ptr()))
+        return out
+
+
+class Layer:
+    """stream → stream + attention(norm(stream)) → that + down(silu(gate(x)) · up(x)), x the norm of it, in one call.
+
+    norms: weight [d] and epsilon of the one before attention, and of the one before the feed-forward.
+    """
+
+    def __init__(
+        self,
+        attention_norm: tuple[Tensor, float],
+        attention: SelfAttention,
+        feed_forward_norm: tuple[Tensor, float],
+        gate_up: Product,
+        down: Product,
+    ) -> None:
+        (first, first_eps), (second, second_eps) = attention_norm, feed_forward_norm
+        self._held = first, second, attention, gate_up, down
+        parts = [ctypes.pointer(part.structure) for part in (attention, gate_up, down)]
+        self._structure = _Layer(first.data_ptr(), second.data_ptr(), first_eps, second_eps, *parts)
+
+    def __call__(self, stream: Tensor, forward: ForwardPass, layer: int) -> Tensor:
+        """[B, S, d] → [B, S, d]; writes to the keys and values of `layer`."""
+        stream = stream.contiguous()
+        out = torch.empty_like(stream)
+        pointers = (forward.keys[layer].data_ptr(), forward.values[layer].data_ptr(), stream.data_ptr(), out.data_ptr())
+        _check(_library().specdec_layer(self._structure, forward.structure, *pointers))
         return out
 
 

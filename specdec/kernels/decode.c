@@ -415,3 +415,26 @@ int specdec_self_attention(const attention *w, const forward_pass *p, float *key
     free(qkv);
     return complete;
 }
+
+typedef struct {
+    const float *attention_norm, *feed_forward_norm;
+    float attention_eps, feed_forward_eps;
+    const attention *attention;
+    const product *gate_up, *down;
+} layer;
+
+/* A whole layer: x [batch, tokens, d] plus attention of its norm, and that plus the feed-forward of its norm. Returns
+ * whether there was memory for it. */
+int specdec_layer(const layer *w, const forward_pass *p, float *keys, float *values, const float *x, float *y) {
+    const long m = p->batch * p->tokens, d = w->down->outputs;
+    float *normed = malloc(2 * m * d * sizeof(float)), *middle = normed + m * d;
+    if (!normed) return 0;
+    specdec_rms_norm(x, w->attention_norm, normed, m, d, w->attention_eps);
+    int complete = specdec_self_attention(w->attention, p, keys, values, normed, x, middle);
+    if (complete) {
+        specdec_rms_norm(middle, w->feed_forward_norm, normed, m, d, w->feed_forward_eps);
+        complete = specdec_feed_forward(w->gate_up, w->down, normed, middle, y, m);
+    }
+    free(normed);
+    return complete;
+}

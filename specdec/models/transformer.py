@@ -221,23 +221,23 @@ class SelfAttention:
     def __init__(
         self, config: TransformerConfig, index: int, qkv: Linear, output: Linear, qk_norm: Norm | None
     ) -> None:
-        self._index, self._qkv, self._output, self._qk_norm = index, qkv, output, qk_norm
+        self.index, self._qkv, self._output, self._qk_norm = index, qkv, output, qk_norm
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._kernel: kernels.SelfAttention | None = None
+        self.kernel: kernels.SelfAttention | None = None
         if isinstance(qkv, kernels.Product) and isinstance(output, kernels.Product):
             norms, eps = (qk_norm.weight, qk_norm.eps) if qk_norm else (None, 0.0)
-            self._kernel = kernels.SelfAttention(qkv, output, norms, eps, config.num_heads, config.num_kv_heads)
+            self.kernel = kernels.SelfAttention(qkv, output, norms, eps, config.num_heads, config.num_kv_heads)
 
     def __call__(self, x: Tensor, step: Step, stream: Tensor) -> Tensor:
         """[B, S, d] → what it adds up to with the stream [B, S, d]; appends to the cache."""
-        if self._kernel is not None and step.in_place is not None:
-            return self._kernel(x, step.in_place, self._index, stream)
+        if self.kernel is not None and step.in_place is not None:
+            return self.kernel(x, step.in_place, self.index, stream)
         (batch, length, _), visible = x.shape, step.visible
         heads = self._qkv(x).view(batch, length, -1, self._head_dim)  # [B, S, H + K + K, D]
         turned, values = heads[:, :, : -self._num_kv_heads], heads[:, :, -self._num_kv_heads :]
         turned = step.rotate(turned if self._qk_norm is None else self._qk_norm(turned))
         queries, keys = turned[:, :, : self._num_heads], turned[:, :, self._num_heads :]
-        keys, values = step.cache.append(self._index, keys.transpose(1, 2), values.transpose(1, 2))  # [B, K, L, D]
+        keys, values = step.cache.append(self.index, keys.transpose(1, 2), values.transpose(1, 2))  # [B, K, L, D]
 
         queries = queries.view(batch, length, -1, visible.fold, self._head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mixed = step.attention(queries, keys, values, visible.mask, visible.causal)  # [B, H / fold, fold * S, D]
@@ -254,32 +254,39 @@ class FeedForward:
     """SwiGLU (Shazeer 2020): down(silu(gate(x)) · up(x)), gate and up in one product."""
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up, self._down = gate_up, down
+        self.gate_up, self.down = gate_up, down
 
     def __call__(self, x: Tensor, stream: Tensor) -> Tensor:
         """[B, S, d] → what it adds up to with the stream [B, S, d]."""
-        if isinstance(self._gate_up, kernels.Product) and isinstance(self._down, kernels.Product):
-            return kernels.feed_forward(self._gate_up, self._down, x, stream)
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(F.silu(gate) * up, stream)
+        if isinstance(self.gate_up, kernels.Product) and isinstance(self.down, kernels.Product):
+            return kernels.feed_forward(self.gate_up, self.down, x, stream)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up, stream)
 
     @property
     def num_bytes(self) -> int:
         """Memory of the weights."""
-        return self._gate_up.num_bytes + self._down.num_bytes
+        return self.gate_up.num_bytes + self.down.num_bytes
 
 
-@dataclass(frozen=True, slots=True)
 class Layer:
     """Attention, then the feed-forward; each reads a normalised stream and adds to it."""
 
-    attention_norm: Norm
-    attention: SelfAttention
-    feed_forward_norm: Norm
-    feed_forward: FeedForward
+    def __init__(
+        self, attention_norm: Norm, attention: SelfAttention, feed_forward_norm: Norm, feed_forward: FeedForward
+    ) -> None:
+        self.attention_norm, self.attention = attention_norm, attention
+        self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
+        self._kernel: kernels.Layer | None = None
+        gate_up, down = feed_forward.gate_up, feed_forward.down
+        if attention.kernel and isinstance(gate_up, kernels.Product) and isinstance(down, kernels.Product):
+            first, second = ((norm.weight, norm.eps) for norm in (attention_norm, feed_forward_norm))
+            self._kernel = kernels.Layer(first, attention.kernel, second, gate_up, down)
 
     def __call__(self, stream: Tensor, step: Step) -> Tensor:
         """[B, S, d] → [B, S, d]."""
+        if self._kernel is not None and step.in_place is not None:
+            return self._kernel(stream, step.in_place, self.attention.index)
         stream = self.attention(self.attention_norm(stream), step, stream)
         return self.feed_forward(self.feed_forward_norm(stream), stream)
 

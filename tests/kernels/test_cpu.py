@@ -201,7 +201,7 @@ def test_scores_far_apart_neither_overflow_nor_spread() -> None:
 @pytest.mark.parametrize("num_tokens", [FEW, MANY])
 def test_only_what_the_kernels_serve_goes_through_them(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(kernels.SelfAttention, "__call__", lambda self, x, *rest: calls.append(x.shape[1]) or x)
+    monkeypatch.setattr(kernels.Layer, "__call__", lambda self, x, *rest: calls.append(x.shape[1]) or x)
     for model in (
         make_model(attention=eager),
         make_model(dtype=torch.float64),
