@@ -31,7 +31,7 @@ reference: setup ## the reference run (an hour and a half on two cores); interru
 
 figures: setup ## every figure again, from the summaries in results/
 	@for table in results/*/positions.csv; do $(BIN)/python -m experiments.report --figures-only $$(dirname $$table) || exit 1; done
-	@for table in results/bench*/summary.csv; do $(BIN)/python -m experiments.bench --figures-only --output $$(dirname $$table) > /dev/null || exit 1; done
+	@$(BIN)/python -m experiments.bench --figures-only > /dev/null
 
 bench: setup ## against transformers' own generate, in two minutes (results/bench/quick); without --quick in twenty
 	$(BIN)/python -m experiments.bench --quick
