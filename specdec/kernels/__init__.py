@@ -1,4 +1,5 @@
-"""What a decoding step spends its time on, written in C for a CPU: float32, for inference only (decode.c).
+"""What a decoding step spends its time on, written in C for a CPU, for inference only (decode.c): all of a layer
+in float32, what lies between its products in bfloat16.
 
 `serves` says whether a tensor may come here; whoever asks has torch's operators for the rest.
 """
@@ -12,8 +13,12 @@ from specdec.kernels.cpu import (
     entropy_nats,
     feed_forward,
     rms_norm,
+    rms_norm_bfloat16,
     serves,
+    serves_bfloat16,
     serves_heads,
+    swiglu_bfloat16,
+    turn_bfloat16,
 )
 from specdec.kernels.library import Build, build
 
@@ -28,6 +33,10 @@ __all__ = [
     "entropy_nats",
     "feed_forward",
     "rms_norm",
+    "rms_norm_bfloat16",
     "serves",
+    "serves_bfloat16",
     "serves_heads",
+    "swiglu_bfloat16",
+    "turn_bfloat16",
 ]

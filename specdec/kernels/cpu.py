@@ -72,6 +72,9 @@ def _library() -> Any:
         "panel": ([], c_int),
         "product": ([product, *3 * [c_void_p], c_long], None),
         "rms_norm": ([*3 * [c_void_p], c_long, c_long, c_float], None),
+        "rms_norm_bfloat16": ([*3 * [c_void_p], c_long, c_long, c_float], None),
+        "swiglu_bfloat16": ([c_void_p, c_void_p, c_long, c_long], None),
+        "turn_bfloat16": ([*4 * [c_void_p], *4 * [c_long]], None),
         "argmax": ([c_void_p, c_void_p, c_long, c_long], None),
         "entropy": ([c_void_p, c_void_p, c_long, c_long], None),
         "feed_forward": ([product, product, *3 * [c_void_p], c_long], c_int),
@@ -92,6 +95,12 @@ def _panel() -> int:
 def serves(x: Tensor) -> bool:
     """Whether the kernels take this tensor: float32, on a CPU, with nothing to differentiate."""
     return x.dtype is torch.float32 and x.is_cpu and not x.requires_grad and _library() is not None
+
+
+def serves_bfloat16(x: Tensor, width: int) -> bool:
+    """Whether the kernels take this tensor: bfloat16, on a CPU, with rows of a width they take."""
+    matches = x.dtype is torch.bfloat16 and x.is_cpu and not x.requires_grad and _library() is not None
+    return matches and width % (_panel() // 2) == 0
 
 
 def serves_heads(width: int) -> bool:
@@ -131,6 +140,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
     _library().specdec_rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps)
+    return out
+
+
+def rms_norm_bfloat16(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same in bfloat16, computed in float32, with a float32 weight."""
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    _library().specdec_rms_norm_bfloat16(*pointers, x.numel() // width, width, eps)
+    return out
+
+
+def swiglu_bfloat16(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up of the two halves of [..., 2 · inner] → [..., inner]."""
+    gate_up = gate_up.contiguous()
+    *rows, double = gate_up.shape
+    out = gate_up.new_empty(*rows, double // 2)
+    _library().specdec_swiglu_bfloat16(gate_up.data_ptr(), out.data_ptr(), math.prod(rows), double // 2)
+    return out
+
+
+def turn_bfloat16(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """x · cos + (x with its halves exchanged) · signed_sin: x [B, S, heads, D], the others [B, S, 1, D]."""
+    batch, tokens, heads, width = x.shape
+    if x.stride(0) != tokens * x.stride(1) or x.stride()[2:] != (width, 1):
+        x = x.contiguous()
+    out, cos, signed_sin = x.new_empty(x.shape), cos.contiguous(), signed_sin.contiguous()
+    pointers = (x.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), out.data_ptr())
+    _library().specdec_turn_bfloat16(*pointers, batch * tokens, x.stride(1), heads, width)
     return out
 
 

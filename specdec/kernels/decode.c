@@ -1,4 +1,4 @@
-/* Decoding on a CPU, float32, a few rows at a time.
+/* Decoding on a CPU, a few rows at a time: in float32 all of a layer, in bfloat16 what lies between its products.
  *
  * A step reads every weight once, so its floor is what memory delivers. A product of up to ROWS rows stays on that
  * floor here: every vector of weights is loaded once and multiplied by all rows before the next is needed, and lines
@@ -30,6 +30,9 @@ enum { SMALL = 1 << 15 };   /* below so many operations a second thread costs mo
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t bfloat16;
+typedef bfloat16 halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 static inline vec load(const float *p) { return *(const vec *)p; }
 static inline void store(float *p, vec v) { *(vec *)p = v; }
@@ -41,6 +44,14 @@ static inline float sum(vec v) {
     float total = 0;
     for (int i = 0; i < LANES; i++) total += v[i];
     return total;
+}
+
+/* bfloat16 is the upper half of a float32; back, to the nearest, even where two are as near, and NaN stays NaN. */
+static inline vec widen(const bfloat16 *p) { return (vec)(__builtin_convertvector(*(const halves *)p, bits) << 16); }
+static inline void narrow(bfloat16 *p, vec v) {
+    const bits all_bits = (bits)v, rounded = (all_bits + 0x7fff + (all_bits >> 16 & 1)) >> 16;
+    const bits broken = (bits)(v != v);
+    *(halves *)p = __builtin_convertvector((broken & 0x7fc0) | (~broken & rounded), halves);
 }
 
 /* e^x to about one unit in the last place; 0 below -87.3, and no more than e^88. Cephes' polynomial. */
@@ -190,6 +201,27 @@ static void swiglu(const float *gate, const float *up, float *y, long inner) {
     }
 }
 
+/* The same two for m rows in bfloat16, computed in float32; widths are multiples of LANES. */
+void specdec_rms_norm_bfloat16(const bfloat16 *x, const float *weight, bfloat16 *y, long m, long d, float eps) {
+    for (long r = 0; r < m; r++, x += d, y += d) {
+        vec squares = all(0);
+        for (long i = 0; i < d; i += LANES) squares += widen(x + i) * widen(x + i);
+        const float factor = 1.f / sqrtf(sum(squares) / d + eps);
+        for (long i = 0; i < d; i += LANES) narrow(y + i, widen(x + i) * factor * load(weight + i));
+    }
+}
+
+void specdec_swiglu_bfloat16(const bfloat16 *gate_up, bfloat16 *y, long m, long inner) {
+#pragma omp parallel for schedule(static) if (m * inner > SMALL / 2)
+    for (long r = 0; r < m; r++) {
+        const bfloat16 *gate = gate_up + 2 * r * inner, *up = gate + inner;
+        for (long i = 0; i < inner; i += LANES) {
+            const vec g = widen(gate + i);
+            narrow(y + r * inner + i, g / (1.f + exponential(-g)) * widen(up + i));
+        }
+    }
+}
+
 /* y [m, outputs of down] = down(silu(gate(x)) * up(x)) + onto. Returns whether there was memory for it. */
 int specdec_feed_forward(const product *gate_up, const product *down, const float *x, const float *onto, float *y,
                          long m) {
@@ -308,6 +340,20 @@ static inline void turn(const float *x, const float *cos, const float *sin, floa
         y[i] = a * cos[i] + b * sin[i];
         y[i + half] = b * cos[i + half] + a * sin[i + half];
     }
+}
+
+/* The same for all heads of m tokens in bfloat16, into y [m, heads, d]; x has a stride between tokens, d / 2 is a multiple
+ * of LANES. */
+void specdec_turn_bfloat16(const bfloat16 *x, const bfloat16 *cos, const bfloat16 *sin, bfloat16 *y, long m, long stride,
+                           long heads, long d) {
+    const long half = d / 2;
+    for (long r = 0; r < m; r++, x += stride, cos += d, sin += d)
+        for (long h = 0; h < heads; h++, y += d)
+            for (long i = 0; i < half; i += LANES) {
+                const vec a = widen(x + h * d + i), b = widen(x + h * d + i + half);
+                narrow(y + i, a * widen(cos + i) + b * widen(sin + i));
+                narrow(y + i + half, b * widen(cos + i + half) + a * widen(sin + i + half));
+            }
 }
 
 /* What one token's product holds, heads and heads of keys and of values: queries turned where they lie, keys turned

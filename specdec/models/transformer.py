@@ -202,12 +202,15 @@ class Norm:
         self.weight, self.eps = weight, eps
         self._scaled = weight.to(self._precision) * math.sqrt(width)
         self._floor = torch.tensor(math.sqrt(width * eps), dtype=self._precision, device=weight.device)
+        self._wide = weight.to(self._precision)
         self.num_bytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """The shape of `x` stays."""
         if self.weight.dim() == 1 and kernels.serves(x):
             return kernels.rms_norm(x, self.weight, self.eps)
+        if self.weight.dim() == 1 and kernels.serves_bfloat16(x, x.shape[-1]):
+            return kernels.rms_norm_bfloat16(x, self._wide, self.eps)
         if x.device.type != "cpu":
             return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self._precision)
@@ -260,7 +263,10 @@ class FeedForward:
         """[B, S, d] → what it adds up to with the stream [B, S, d]."""
         if isinstance(self.gate_up, kernels.Product) and isinstance(self.down, kernels.Product):
             return kernels.feed_forward(self.gate_up, self.down, x, stream)
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate_up = self.gate_up(x)
+        if kernels.serves_bfloat16(gate_up, gate_up.shape[-1] // 2):
+            return self.down(kernels.swiglu_bfloat16(gate_up), stream)
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down(F.silu(gate) * up, stream)
 
     @property

@@ -251,3 +251,51 @@ def test_entropy_of_what_is_no_distribution_is_no_number() -> None:
     logits = draw(4, 40)
     logits[1, 33], logits[2, 3], logits[3] = math.nan, math.inf, -math.inf
     assert kernels.entropy_nats(logits).isnan().tolist() == [False, True, True, True]
+
+
+# bfloat16: what lies between the products
+
+
+def bfloat16(*shape: int, seed: int = 0) -> Tensor:
+    return draw(*shape, seed=seed).bfloat16()
+
+
+def test_rms_norm_in_bfloat16_rounds_once() -> None:
+    x, weight = bfloat16(2, 3, 128)[..., ::2] * 5, draw(64, seed=1)
+    expected = F.rms_norm(x.float(), (64,), weight, 1e-5).bfloat16()
+    torch.testing.assert_close(kernels.rms_norm_bfloat16(x, weight, 1e-5), expected, atol=0, rtol=2**-7)
+
+
+@pytest.mark.parametrize("num_rows", [1, 9, 700])
+def test_swiglu_in_bfloat16(num_rows: int) -> None:
+    gate_up = bfloat16(num_rows, 192) * 20
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    expected = (F.silu(gate) * up).bfloat16()
+    torch.testing.assert_close(kernels.swiglu_bfloat16(gate_up), expected, atol=1e-30, rtol=2**-7)
+
+
+def test_turning_in_bfloat16() -> None:
+    whole, cos, sin = bfloat16(2, 3, 7, 64), bfloat16(2, 3, 1, 64, seed=1), bfloat16(2, 3, 1, 64, seed=2)
+    for x in (whole[:, :, :5], whole[:, :2, 1:], whole[:1, :, :5]):
+        batch, tokens = x.shape[:2]
+        waves = [wave[:batch, :tokens] for wave in (cos, sin)]
+        wide = x.float()
+        expected = wide * waves[0].float() + wide.roll(32, dims=-1) * waves[1].float()
+        torch.testing.assert_close(kernels.turn_bfloat16(x, *waves).float(), expected, atol=0.02, rtol=2**-7)
+
+
+def test_bfloat16_is_rounded_to_the_nearest_and_stays_what_it_is_not() -> None:
+    gate_up = torch.full((1, 64), 1.0).bfloat16()
+    gate_up[0, 3], gate_up[0, 4], gate_up[0, 37] = math.nan, -math.inf, math.inf
+    found = kernels.swiglu_bfloat16(gate_up)[0]
+    assert found[3].isnan()
+    assert not found[4].isfinite()
+    assert found[5] == math.inf
+    assert found[0] == torch.tensor(1 / (1 + math.exp(-1))).bfloat16()
+
+
+def test_only_whole_vectors_are_served_in_bfloat16() -> None:
+    assert kernels.serves_bfloat16(bfloat16(64), 64)
+    assert not kernels.serves_bfloat16(bfloat16(63), 63)
+    assert not kernels.serves_bfloat16(draw(64), 64)
+    assert not kernels.serves_bfloat16(bfloat16(64).requires_grad_(), 64)
