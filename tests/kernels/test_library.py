@@ -21,6 +21,8 @@ needs_kernels = pytest.mark.skipif(kernels.build().library is None, reason=f"no 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in ("SPECDEC_KERNELS", "CC"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     return tmp_path
 
