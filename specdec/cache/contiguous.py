@@ -29,7 +29,7 @@ class ContiguousCache(Cache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.num_slots, self._num_layers = num_slots, num_layers
+        self.num_slots = num_slots
         self.capacity = capacity
         self._lengths = [0] * num_slots
         # zeros, because a NaN left in fresh memory survives its mask; normal tensors, to be written from anywhere
@@ -85,7 +85,7 @@ class _View(CacheView):
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         place = self._place or self._find_place(keys.shape[2], keys.device)
-        return place.write(layer, keys), place.write(layer + self._cache._num_layers, values)
+        return place.write(layer, keys), place.write(layer + len(self._cache.keys), values)
 
     def in_place(self, num_tokens: int) -> InPlace:
         self._check_room(num_tokens)

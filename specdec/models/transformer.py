@@ -200,9 +200,9 @@ class Norm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         width, self._precision = weight.shape[-1], torch.promote_types(weight.dtype, torch.float32)
         self.weight, self.eps = weight, eps
-        self._scaled = weight.to(self._precision) * math.sqrt(width)
-        self._floor = torch.tensor(math.sqrt(width * eps), dtype=self._precision, device=weight.device)
         self._wide = weight.to(self._precision)
+        self._scaled = self._wide * math.sqrt(width)
+        self._floor = torch.tensor(math.sqrt(width * eps), dtype=self._precision, device=weight.device)
         self.num_bytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
