@@ -14,7 +14,7 @@ from specdec.backends.native import NativeBackend
 from specdec.controllers.fixed import FixedController
 from specdec.drafters.none import NoDrafter
 from specdec.errors import UsageError
-from specdec.results import ArmMetadata
+from specdec.measurement.results import ArmMetadata
 from specdec.verifiers.rejection import RejectionVerifier
 
 PLAIN = "plain"

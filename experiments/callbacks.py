@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from experiments.report import report
 from specdec.errors import UsageError
-from specdec.results import prepare_folder
+from specdec.measurement.results import prepare_folder
 
 
 class SweepCallback(Callback):

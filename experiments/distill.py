@@ -20,13 +20,13 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from experiments.building import INTERRUPTED, build
-from specdec import results
 from specdec.distill.card import card
 from specdec.distill.harvest import HarvestPlan
 from specdec.distill.prompts import training_prompts
 from specdec.distill.session import Acceptance, Session, gather
 from specdec.distill.trainer import TrainingStep
 from specdec.errors import ModelError, UsageError
+from specdec.measurement import results
 from specdec.models.loading import LoadedModel
 from specdec.plots.training import training_curves
 from specdec.types import Prompt

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from specdec.distill.export import export_standalone
 from specdec.errors import UsageError
-from specdec.models.checkpoint import find
-from specdec.models.draft_checkpoint import DraftCheckpoint
-from specdec.models.loading import resolve_dtype
+from specdec.models.loading.checkpoint import find
+from specdec.models.loading.draft_checkpoint import DraftCheckpoint
+from specdec.models.loading.model import resolve_dtype
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,8 +15,8 @@ import pandas as pd
 
 from specdec.controllers.survival import SurvivalModel, fit_survival
 from specdec.errors import UsageError
-from specdec.results import Run, load_runs
-from specdec.traces import DRAFTED_KINDS, TraceError
+from specdec.measurement.results import Run, load_runs
+from specdec.measurement.traces import DRAFTED_KINDS, TraceError
 
 
 def examined_tokens(runs: Sequence[Run], arms: Sequence[str] = ()) -> pd.DataFrame:

@@ -18,10 +18,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from specdec.errors import UsageError
-from specdec.metrics import POSITION_COLUMNS, SUMMARY_COLUMNS, Column, conform, per_position, summarise
+from specdec.measurement.metrics import POSITION_COLUMNS, SUMMARY_COLUMNS, Column, conform, per_position, summarise
+from specdec.measurement.results import Run, load_runs, write_text
+from specdec.measurement.traces import TraceError, replacing
 from specdec.plots import TIERS, figures
-from specdec.results import Run, load_runs, write_text
-from specdec.traces import TraceError, replacing
 
 Tables = tuple[pd.DataFrame, pd.DataFrame]
 """summary.csv and positions.csv."""

@@ -27,10 +27,10 @@ from tqdm import tqdm
 from experiments.arms import PLAIN, Arm, build_arms
 from experiments.building import INTERRUPTED, build, plug_in
 from experiments.report import report, table
-from specdec import results, traces
 from specdec.errors import ModelError, UsageError
-from specdec.lossless import TIE_TOLERANCE, Comparison, Outcome, compare_all, exact_logits
-from specdec.measure import Measured, interleave
+from specdec.measurement import results, traces
+from specdec.measurement.interleaving import Measured, interleave
+from specdec.measurement.lossless import TIE_TOLERANCE, Comparison, Outcome, compare_all, exact_logits
 from specdec.models.loading import LoadedModel
 from specdec.types import Request, SamplingParams, Trace
 from specdec.workloads import Workload

@@ -13,9 +13,9 @@ from specdec.version import __version__
 if TYPE_CHECKING:
     from specdec.backends.native import NativeBackend, load_pair
     from specdec.controllers.fixed import FixedController
+    from specdec.decoding.engine import Engine
     from specdec.drafters.draft_model import DraftModelDrafter
     from specdec.drafters.prompt_lookup import PromptLookupDrafter
-    from specdec.engine import Engine
     from specdec.errors import ModelError, UsageError
     from specdec.models.loading import load_model
     from specdec.types import Chunk, Draft, Prompt, Request, SamplingParams, Trace, Verdict

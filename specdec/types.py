@@ -1,7 +1,7 @@
 """The nouns of the toolkit: what flows from prompts to figures.
 
 Shapes use B (sequences in a batch), K (draft nodes per sequence, padded to the longest draft),
-D (accepted nodes, padded), V (vocabulary). Counts are stored, ratios are made in `specdec.metrics`.
+D (accepted nodes, padded), V (vocabulary). Counts are stored, ratios are made in `specdec.measurement.metrics`.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 def _costs_of_tiny_models_stay_out_of_the_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec.calibration.cache_root", lambda: folder)
+        patch.setattr("specdec.measurement.calibration.cache_root", lambda: folder)
         yield
 
 

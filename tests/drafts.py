@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.models.base import LanguageModel
-from specdec.models.draft_checkpoint import DraftCheckpoint
+from specdec.models.loading.draft_checkpoint import DraftCheckpoint
 
 TRANSFORMER: dict[str, Any] = {
     "model_type": "llama",

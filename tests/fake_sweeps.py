@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from specdec import traces
-from specdec.metrics import summarise
+from specdec.measurement import traces
+from specdec.measurement.metrics import summarise
 from specdec.types import FinishReason, StepRecord, TokenKind, TokenRecord, Trace
 from tests.fake_traces import PLAIN, fake_arm, fake_metadata
 

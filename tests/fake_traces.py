@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specdec.results import ArmMetadata, Hardware, Provenance, RunMetadata
+from specdec.measurement.results import ArmMetadata, Hardware, Provenance, RunMetadata
 from specdec.types import FinishReason, StepRecord, TokenKind, TokenRecord, Trace
 
 PROVENANCE = Provenance(

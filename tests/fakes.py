@@ -12,8 +12,8 @@ from torch import Tensor
 from specdec.controllers.base import Controller, Observation
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.drafters.oracle import OracleDrafter
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import PADDING, Draft, Request, SamplingParams, StepRecord, Verdict
-from specdec.uniforms import Uniforms
 
 
 def make_request(name: str, length: int = 12, *, max_new_tokens: int = 24, seed: int = 0, **options: Any) -> Request:

@@ -4,16 +4,16 @@ Kinds that a part's own tests hold too are named here, as `file::test`, files be
 
 - unknown model
     test_bad_input::test_the_command_says_it_in_one_sentence
-    test_loading::test_a_path_that_is_not_there
-    test_loading::test_a_hub_id_without_a_network_names_the_choices
+    models/loading/test_loading::test_a_path_that_is_not_there
+    models/loading/test_loading::test_a_hub_id_without_a_network_names_the_choices
 - tokenizer mismatch
     test_bad_input::test_the_command_says_it_in_one_sentence
-    models/test_translation::test_a_hopeless_overlap_is_refused_with_its_size
+    models/vocabulary/test_translation::test_a_hopeless_overlap_is_refused_with_its_size
 - prompt longer than the window, empty prompt
     test_bad_input::test_the_command_says_it_in_one_sentence
     test_bad_input::test_one_prompt_too_long_is_found_before_the_first_is_decoded
-    test_engine::test_requests_that_cannot_be_decoded_are_refused_before_any_work
-    test_engine::test_requests_that_make_no_sense_are_refused_when_made
+    decoding/test_engine::test_requests_that_cannot_be_decoded_are_refused_before_any_work
+    decoding/test_engine::test_requests_that_make_no_sense_are_refused_when_made
 - a draft model that cannot roll back
     test_bad_input::test_a_draft_that_cannot_roll_back_is_refused_when_the_engine_is_built
 - max_new_tokens 0 or negative, gamma negative or beyond the window
@@ -35,24 +35,24 @@ Kinds that a part's own tests hold too are named here, as `file::test`, files be
 - a GPU where there is none, bfloat16 where the device lacks it
     test_bad_input::test_the_command_says_it_in_one_sentence
     test_bad_input::test_bfloat16_where_the_device_lacks_it
-    test_loading::test_impossible_settings
+    models/loading/test_loading::test_impossible_settings
 - corrupted or truncated weights: fetched again, or refused
     test_bad_input::test_damaged_weights_are_refused
-    models/test_embedded::test_damage_is_mended
-    models/test_embedded::test_damage_that_cannot_be_mended_is_refused
+    models/loading/test_embedded::test_damage_is_mended
+    models/loading/test_embedded::test_damage_that_cannot_be_mended_is_refused
 - NaN or infinite logits: model, step and request
     test_bad_input::test_a_model_that_is_broken_from_the_start
-    test_engine::test_broken_logits_name_model_request_and_step
-    test_engine::test_a_failed_request_is_a_failure_and_not_a_row
+    decoding/test_engine::test_broken_logits_name_model_request_and_step
+    decoding/test_engine::test_a_failed_request_is_a_failure_and_not_a_row
 - a setting that is missing, unknown, or no number
     test_bad_input::test_the_command_says_it_in_one_sentence
 - Ctrl-C in a sweep
     test_bad_input::test_a_sweep_that_is_interrupted_goes_on_where_it_stopped
     test_run_smoke::test_an_interrupted_run_leaves_nothing_and_runs_again
-    test_results::test_an_interrupted_write_leaves_no_run
+    measurement/test_results::test_an_interrupted_write_leaves_no_run
 - two sweeps in one folder at once
     test_bad_input::test_a_run_that_another_sweep_is_writing_is_left_to_it
-    test_results::test_two_processes_cannot_write_one_run
+    measurement/test_results::test_two_processes_cannot_write_one_run
 - one run of a sweep that fails
     test_bad_input::test_a_sweep_says_what_failed_and_finishes_the_rest
 """
@@ -75,11 +75,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from experiments import sweep
-from specdec import results, traces
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.draft_model import DraftModelDrafter
-from specdec.engine import Engine
 from specdec.errors import UsageError
+from specdec.measurement import results, traces
 from specdec.models.loading import LoadedModel, load_model
 from specdec.types import SamplingParams
 from specdec.verifiers.rejection import RejectionVerifier
@@ -236,7 +236,7 @@ def test_sampling_options_out_of_range_are_refused(options: dict[str, Any]) -> N
 def test_one_prompt_too_long_is_found_before_the_first_is_decoded(
     settings: list[str], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec.engine.Engine.generate", lambda *_: pytest.fail("something was decoded"))
+    monkeypatch.setattr("specdec.decoding.engine.Engine.generate", lambda *_: pytest.fail("something was decoded"))
     with pytest.raises(UsageError, match="request 'long'"):
         sweep.run(composed([*settings, f"workload.name={files}/long.jsonl"]), CHOICES)
 
@@ -245,7 +245,7 @@ def test_one_prompt_too_long_is_found_before_the_first_is_decoded(
 
 
 def test_bfloat16_where_the_device_lacks_it(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.models.loading._computes", lambda device, dtype: dtype is not torch.bfloat16)
+    monkeypatch.setattr("specdec.models.loading.model._computes", lambda device, dtype: dtype is not torch.bfloat16)
     status, shown = command("target.dtype=bfloat16")
     assert (status, shown) == (
         1,

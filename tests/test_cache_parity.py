@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.cache.base import Cache
-from specdec.engine import ancestor_mask
-from specdec.models.transformer import Transformer
+from specdec.decoding.engine import ancestor_mask
+from specdec.models.native.transformer import Transformer
 from tests.test_hf_parity import make_pair
 
 NUM_SLOTS, CAPACITY = 3, 24

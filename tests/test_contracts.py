@@ -10,10 +10,10 @@ import torch
 
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.none import NoDrafter
-from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.models.loading import LoadedModel, load_model
 from specdec.types import Request, TokenKind, Trace

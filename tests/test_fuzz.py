@@ -20,24 +20,24 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec import traces
 from specdec.cache.base import Cache
 from specdec.controllers.base import Controller, Observation
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
+from specdec.decoding.stopping import Ending
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.oracle import OracleDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.drafters.suffix import SuffixDrafter, SuffixTreeDrafter
-from specdec.engine import Engine
+from specdec.measurement import traces
 from specdec.models.base import LanguageModel
 from specdec.models.loading import LoadedModel
-from specdec.models.tokenizer import Tokenizer
-from specdec.models.transformer import Transformer, TransformerConfig
-from specdec.stopping import Ending
+from specdec.models.native.transformer import Transformer, TransformerConfig
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, FinishReason, Request, SamplingParams, StepRecord, TokenKind, Trace, Verdict
-from specdec.uniforms import Uniforms
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.block import BlockVerifier
 from specdec.verifiers.coupled import CoupledVerifier

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.models.attention import Attention, eager, sdpa
 from specdec.models.base import LanguageModel
 from specdec.models.loading import LoadedModel
-from specdec.models.transformer import Transformer, TransformerConfig
+from specdec.models.native.attention import Attention, eager, sdpa
+from specdec.models.native.transformer import Transformer, TransformerConfig
 from tests.conftest import make_model
 
 LLAMA3 = {
@@ -148,7 +148,7 @@ def test_float64_is_exact_where_float32_rounds() -> None:
 def test_smollm2_equals_transformers(smollm2: LoadedModel) -> None:
     from transformers import AutoModelForCausalLM
 
-    from specdec.models.embedded import SMOLLM2, ensure
+    from specdec.models.loading.embedded import SMOLLM2, ensure
 
     reference = AutoModelForCausalLM.from_pretrained(ensure(SMOLLM2), dtype=torch.float32).eval()
     prompt = torch.tensor([smollm2.tokenizer.encode("The three primary colours are red, yellow and")])

@@ -19,19 +19,19 @@ from scipy import stats
 
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.oracle import OracleDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
-from specdec.engine import Engine
-from specdec.lossless import TIE_TOLERANCE, Outcome, compare_all, exact_logits, first_difference
+from specdec.measurement.lossless import TIE_TOLERANCE, Outcome, compare_all, exact_logits, first_difference
 from specdec.models.base import LanguageModel
 from specdec.models.loading import LoadedModel, load_model
-from specdec.models.transformer import Transformer, TransformerConfig
-from specdec.sampling import probabilities
+from specdec.models.native.transformer import Transformer, TransformerConfig
+from specdec.sampling.distributions import probabilities
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import FinishReason, Request, SamplingParams, Trace, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.greedy import GreedyVerifier
 from specdec.verifiers.rejection import RejectionVerifier

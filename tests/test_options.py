@@ -20,11 +20,11 @@ from torch import Tensor
 
 from specdec.backends.native import load_pair, to_request
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
-from specdec.engine import Engine
 from specdec.models.loading import LoadedModel, load_model
 from specdec.types import FinishReason, Prompt, Request, SamplingParams
 from specdec.verifiers.rejection import RejectionVerifier

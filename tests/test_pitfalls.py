@@ -4,14 +4,14 @@ Kinds that a part's own tests hold are only named here, as `file::test`, files b
 
 Ending a sequence
 - EOS accepted in the middle of a block, and generation went on
-    test_engine::test_eos_inside_an_accepted_block_ends_it_there
+    decoding/test_engine::test_eos_inside_an_accepted_block_ends_it_there
 - lookup drafts overshoot a limit of 2 new tokens
     test_pitfalls::test_no_more_is_drafted_than_may_be_emitted_less_one
 - lookup crashes when the model has no EOS at all
     test_pitfalls::test_lookup_without_any_eos_decodes_to_the_limit
 - a stop string inside a block, or astride two: text trimmed, ids and log-probabilities not
-    test_engine::test_a_stop_string_is_cut_from_text_tokens_and_records_alike
-    test_stopping::test_a_stop_string_that_straddles_tokens_and_blocks_is_cut_from_text_and_tokens
+    decoding/test_engine::test_a_stop_string_is_cut_from_text_tokens_and_records_alike
+    decoding/test_stopping::test_a_stop_string_that_straddles_tokens_and_blocks_is_cut_from_text_and_tokens
     test_fuzz::test_a_stop_string_beside_half_a_character_is_found_at_the_end
 
 The distribution
@@ -45,12 +45,12 @@ Cache and batch
     drafters/test_draft_model::test_reported_probabilities_are_those_drawn_from_through_acceptance_rejection_and_ragged_rows
 - ragged batches: rejected entries zeroed instead of masked, one offset for all rows
     test_contracts::test_a_ragged_batch_of_three_gives_what_each_gives_alone
-    models/test_attention::test_ragged_rows_hide_what_is_stale
+    models/native/test_attention::test_ragged_rows_hide_what_is_stale
 - sliding windows: once passed, nothing is rolled back
     test_pitfalls::test_a_sliding_window_long_passed_still_rolls_back
-    test_hf_adapter::test_any_appends_and_rollbacks_leave_no_trace
+    models/test_hf::test_any_appends_and_rollbacks_leave_no_trace
 - recurrent models: rejected drafts stay in the state
-    test_engine::test_a_model_that_cannot_roll_back_is_refused_when_the_engine_is_built
+    decoding/test_engine::test_a_model_that_cannot_roll_back_is_refused_when_the_engine_is_built
     test_bad_input::test_a_draft_that_cannot_roll_back_is_refused_when_the_engine_is_built
 - a draft model with a shorter context crashes at its end
     drafters/test_draft_model::test_a_draft_with_a_shorter_window_stops_drafting_and_decoding_goes_on
@@ -61,8 +61,8 @@ Vocabulary, processors, state
 - same tokenizer, differently padded vocabulary
     drafters/test_draft_model::test_padded_vocabularies_are_aligned_and_padding_is_never_drafted
 - different tokenizers
-    models/test_translation::test_what_only_one_has_is_never_proposed
-    models/test_translation::test_a_hopeless_overlap_is_refused_with_its_size
+    models/vocabulary/test_translation::test_what_only_one_has_is_never_proposed
+    models/vocabulary/test_translation::test_a_hopeless_overlap_is_refused_with_its_size
     drafters/test_autoregressive::test_sampled_output_has_the_targets_distribution
 - penalties computed once per block
     test_options::test_repetition_penalty
@@ -79,25 +79,25 @@ Vocabulary, processors, state
 Measuring
 - tokens of the baseline counted otherwise, a mean of ratios
     test_pitfalls::test_tokens_are_counted_as_emitted_and_never_from_text
-    test_statistics::test_totals_come_before_ratios
+    measurement/test_statistics::test_totals_come_before_ratios
 - a failed generation enters the table with another one's time
-    test_engine::test_a_failed_request_is_a_failure_and_not_a_row
+    decoding/test_engine::test_a_failed_request_is_a_failure_and_not_a_row
 - random prompts, set acceptance that is not named so
     workloads/test_shipped::test_ids_and_texts_are_unique_across_workloads
-    test_plots::test_synthetic_arms_are_hollow_and_named
+    plots/test_plots::test_synthetic_arms_are_hollow_and_named
 - acceptance with another denominator
-    test_metrics::test_counts_and_ratios_by_hand
+    measurement/test_metrics::test_counts_and_ratios_by_hand
 - draft cost left out of the speedup
     test_pitfalls::test_more_accepted_tokens_may_be_slower_and_the_speedup_says_so
 - acceptance that accumulates over calls, skips empty drafts, ignores the cut, or counts tree nodes
     test_pitfalls::test_nothing_learned_on_one_request_reaches_the_next
-    test_metrics::test_counts_and_ratios_by_hand
-    test_metrics::test_cut_steps_count_no_rejection
-    test_metrics::test_a_tree_counts_depths_not_nodes
+    measurement/test_metrics::test_counts_and_ratios_by_hand
+    measurement/test_metrics::test_cut_steps_count_no_rejection
+    measurement/test_metrics::test_a_tree_counts_depths_not_nodes
 - floored p99, prefill as a decode step, batched counts averaged
-    test_statistics::test_p99_is_never_floored
-    test_metrics::test_counts_and_ratios_by_hand
-    test_metrics::test_a_batch_counts_its_wall_clock_once
+    measurement/test_statistics::test_p99_is_never_floored
+    measurement/test_metrics::test_counts_and_ratios_by_hand
+    measurement/test_metrics::test_a_batch_counts_its_wall_clock_once
 - a sampling option accepted and ignored
     test_options::test_every_option_has_its_test
 - EOS defaults to nothing
@@ -105,10 +105,10 @@ Measuring
 - an unbounded requirement
     test_pitfalls::test_requirements_are_bounded_at_both_ends
 - runs one after the other, the last repeat only, a baseline of other code
-    test_engine::test_arms_are_interleaved_request_by_request_plain_first
+    decoding/test_engine::test_arms_are_interleaved_request_by_request_plain_first
     test_pitfalls::test_plain_decoding_is_the_same_loop_without_drafts
 - lookup forwards all gamma slots though it found nothing
-    test_engine::test_the_verify_pass_is_as_long_as_the_longest_draft_and_no_longer
+    decoding/test_engine::test_the_verify_pass_is_as_long_as_the_longest_draft_and_no_longer
 """
 
 from __future__ import annotations
@@ -127,24 +127,24 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 
-from specdec import traces
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.oracle import OracleDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
-from specdec.engine import Engine
 from specdec.errors import ModelError
-from specdec.lossless import TIE_TOLERANCE, Outcome, compare_all, exact_logits, first_difference
+from specdec.measurement import traces
+from specdec.measurement.lossless import TIE_TOLERANCE, Outcome, compare_all, exact_logits, first_difference
 from specdec.models.loading import LoadedModel, load_model
-from specdec.sampling import sample
+from specdec.sampling.distributions import sample
+from specdec.sampling.uniforms import Purpose, Uniforms, request_key
 from specdec.types import Draft, Request, TokenKind, Verdict
-from specdec.uniforms import Purpose, Uniforms, request_key
 from specdec.verifiers.rejection import RejectionVerifier
 from tests.conftest import make_model
 from tests.fakes import SpoilingController, StoppingController, make_request
-from tests.test_metrics import by_hand, plain_trace, summary_of
+from tests.measurement.test_metrics import by_hand, plain_trace, summary_of
 
 TESTS = Path(__file__).parent
 KIND = re.compile(r"^- (.+)\n((?: {4}\S+::\S+\n)+)", re.MULTILINE)

@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 
 from experiments import report
 from experiments.sweep import NotLosslessError, run
-from specdec import results
 from specdec.errors import UsageError
-from specdec.lossless import Outcome
+from specdec.measurement import results
+from specdec.measurement.lossless import Outcome
 from specdec.verifiers.rejection import RejectionVerifier
 
 ROOT = Path(__file__).parent.parent

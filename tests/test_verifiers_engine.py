@@ -12,15 +12,15 @@ from torch import Tensor
 
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
-from specdec.engine import Engine
 from specdec.models.loading import LoadedModel, load_model
-from specdec.sampling import sample
+from specdec.sampling.distributions import sample
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import PADDING, Draft, SamplingParams, Trace
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import SiblingDraws, Verifier
 from specdec.verifiers.block import BlockVerifier
 from specdec.verifiers.coupled import CoupledVerifier

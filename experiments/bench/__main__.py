@@ -25,11 +25,11 @@ from experiments.bench.plan import FULL, QUICK, Plan
 from experiments.bench.subject import Setting, Subject
 from experiments.bench.tables import Row, markdown
 from experiments.report import save_figure
-from specdec import results
 from specdec.errors import UsageError
-from specdec.models.loading import resolve_device, resolve_dtype
+from specdec.measurement import results
+from specdec.measurement.results import Provenance
+from specdec.models.loading.model import resolve_device, resolve_dtype
 from specdec.plots.bench import bench_figure
-from specdec.results import Provenance
 from specdec.workloads import load_workload
 
 

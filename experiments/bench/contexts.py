@@ -15,7 +15,7 @@ from experiments.bench.tables import Row, groups, spread
 from specdec.cache.base import Cache
 from specdec.models.base import LanguageModel
 from specdec.models.hf import HFModel
-from specdec.sampling import argmax
+from specdec.sampling.distributions import argmax
 
 STEP, VERIFY = 1, LOOKUP_TOKENS + 1
 """Tokens of a plain decode step, and of one that verifies a draft."""

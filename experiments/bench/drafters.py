@@ -19,6 +19,7 @@ from experiments.bench.rounds import rotated, rounds, timed
 from experiments.bench.subject import Subject
 from experiments.bench.systems import DRAFT, LOOKUP, OURS, PLAIN, engine
 from experiments.bench.tables import Row, groups, spread
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import Drafter
 from specdec.drafters.distilled import DistilledDrafter
 from specdec.drafters.draft_model import DraftModelDrafter
@@ -28,7 +29,6 @@ from specdec.drafters.early_exit import EarlyExitDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.drafters.suffix import SuffixDrafter, SuffixTreeDrafter
-from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.types import Request, StepRecord
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from specdec.distill.export import export_standalone
 from specdec.errors import UsageError
-from specdec.models.checkpoint import Checkpoint, find
-from specdec.models.draft_checkpoint import DraftCheckpoint, draft_names
+from specdec.models.loading.checkpoint import Checkpoint, find
+from specdec.models.loading.draft_checkpoint import DraftCheckpoint, draft_names
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SHARE = 5  # one layer in five: 6 of the embedded target's 30

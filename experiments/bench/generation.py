@@ -12,7 +12,7 @@ from experiments.bench.rounds import rotated, rounds
 from experiments.bench.subject import Subject
 from experiments.bench.systems import OURS, PLAIN, THEIRS, Decoded, native_decoders, transformers_decoders
 from experiments.bench.tables import QUARTILES, Row, groups, of_totals, row
-from specdec.statistics import Interval, rate_ratio, total_ratio
+from specdec.measurement.statistics import Interval, rate_ratio, total_ratio
 from specdec.types import Trace
 
 PARTS = ("forward", "draft", "verify", "rollback", "other")

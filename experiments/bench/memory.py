@@ -15,9 +15,9 @@ from experiments.bench.systems import OURS, engine
 from experiments.bench.tables import Row, spread
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.errors import UsageError
-from specdec.models.checkpoint import find
-from specdec.models.loading import load_model, resolve_device, resolve_dtype
-from specdec.timing import PeakMemory
+from specdec.machine.timing import PeakMemory
+from specdec.models.loading.checkpoint import find
+from specdec.models.loading.model import load_model, resolve_device, resolve_dtype
 from specdec.types import Request
 
 _NEW_TOKENS = 64

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
-from specdec.timing import Stopwatch, no_garbage
+from specdec.machine.timing import Stopwatch, no_garbage
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")

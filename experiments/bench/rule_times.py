@@ -10,9 +10,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from specdec.sampling import sample
+from specdec.sampling.distributions import sample
+from specdec.sampling.uniforms import Uniforms, request_key
 from specdec.types import Draft
-from specdec.uniforms import Uniforms, request_key
 from specdec.verifiers.base import SiblingDraws, Verifier
 from specdec.verifiers.block import BlockVerifier
 from specdec.verifiers.coupled import CoupledVerifier

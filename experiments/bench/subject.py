@@ -9,8 +9,8 @@ from typing import Any
 
 from experiments.bench import drafts
 from specdec.backends.native import to_request
-from specdec.models.checkpoint import find
 from specdec.models.loading import LoadedModel, load_model
+from specdec.models.loading.checkpoint import find
 from specdec.types import Request, SamplingParams
 from specdec.workloads import Workload
 

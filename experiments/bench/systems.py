@@ -13,13 +13,13 @@ from experiments.bench.plan import LOOKUP_TOKENS, NGRAM
 from experiments.bench.rounds import timed
 from experiments.bench.subject import Subject
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
-from specdec.engine import Engine
+from specdec.machine.timing import Stopwatch
 from specdec.models.loading import LoadedModel
-from specdec.timing import Stopwatch
 from specdec.types import Request, Trace
 from specdec.verifiers.rejection import RejectionVerifier
 from specdec.verifiers.tree import GreedyTreeVerifier

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from specdec.statistics import Floats, Interval, bootstrap
+from specdec.measurement.statistics import Floats, Interval, bootstrap
 
 Row = dict[str, Any]
 """measure, value, low, high, limits, n; system, arm and x where they apply."""

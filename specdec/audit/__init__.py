@@ -10,11 +10,11 @@ from specdec.audit.findings import Answer, Audit, Finding
 from specdec.audit.questions import Plan, Setup
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine, NewCache, preferred_cache
 from specdec.drafters.base import Drafter
 from specdec.drafters.none import NoDrafter
-from specdec.engine import Engine, NewCache, preferred_cache
 from specdec.errors import UsageError
-from specdec.lossless import exact_logits
+from specdec.measurement.lossless import exact_logits
 from specdec.models.loading import LoadedModel
 from specdec.testing.probes import Recorder
 from specdec.testing.report import ConformanceError
@@ -43,9 +43,9 @@ def audit(
     requests: real prompts, of which `plan` says how many are used; their sampling options are replaced, at temperature
     0 for the first question and by `sampling` (None: temperature 1) for the second. batch_size: of the greedy requests.
 
-    Four questions: *greedy output* against plain decoding token for token (`specdec.lossless`); *sampled output*, the
-    joint of the next tokens, by a permutation test (`specdec.audit.two_sample`), and whether drafts come from their
-    declared probabilities; the *verification rule*, enumerated exactly; the *drafter* on a tiny target.
+    Four questions: *greedy output* against plain decoding token for token (`specdec.measurement.lossless`); *sampled
+    output*, the joint of the next tokens, by a permutation test (`specdec.audit.two_sample`), and whether drafts
+    come from their declared probabilities; the *verification rule*, enumerated exactly; the *drafter* on a tiny target.
     """
     plan, sampling = plan or Plan(), sampling or SamplingParams(temperature=1.0)
     plain_engine = Engine(target.model, NoDrafter(), RejectionVerifier(), FixedController(0), new_cache=new_cache)

@@ -17,10 +17,10 @@ from specdec.audit.two_sample import (
     smallest_detectable,
     total_variation,
 )
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import Drafter
-from specdec.engine import Engine
 from specdec.errors import UsageError
-from specdec.lossless import TIE_TOLERANCE, ExactLogits, Outcome, compare_each, worst_of
+from specdec.measurement.lossless import TIE_TOLERANCE, ExactLogits, Outcome, compare_each, worst_of
 from specdec.testing.drafters import check_drafter
 from specdec.testing.fit import declared_p_value
 from specdec.testing.probes import Recorder

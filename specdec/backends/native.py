@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from specdec.backends.base import Backend
-from specdec.calibration import step_costs
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine, NewCache, preferred_cache
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
-from specdec.engine import Engine, NewCache, preferred_cache
 from specdec.errors import UsageError
+from specdec.measurement.calibration import step_costs
 from specdec.models.loading import LoadedModel, load_model
 from specdec.types import Chunk, Prompt, Request, SamplingParams, Trace
 from specdec.verifiers.base import Verifier

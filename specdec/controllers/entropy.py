@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.controllers.base import Controller, Observation, refuse_lengths
 from specdec.errors import UsageError
-from specdec.sampling import entropy_bits
+from specdec.sampling.distributions import entropy_bits
 from specdec.types import StepRecord
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UsageError
-from specdec.models.checkpoint import Checkpoint
-from specdec.models.draft_checkpoint import DraftCheckpoint, TargetRecord
+from specdec.models.loading.checkpoint import Checkpoint
+from specdec.models.loading.draft_checkpoint import DraftCheckpoint, TargetRecord
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TEXT_FILES = ("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")

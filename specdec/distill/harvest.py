@@ -19,13 +19,13 @@ from torch import Tensor
 
 from specdec.backends.native import to_request
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
-from specdec.engine import Engine
 from specdec.errors import UsageError
+from specdec.measurement.traces import replacing
 from specdec.models.loading import LoadedModel
-from specdec.traces import replacing
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, Prompt, Request, SamplingParams, Verdict
-from specdec.uniforms import Uniforms
 from specdec.verifiers.rejection import RejectionVerifier
 
 STORED_DTYPE = torch.bfloat16

@@ -1,7 +1,7 @@
 """The drafts as they are trained: torch modules whose state dicts are what a draft checkpoint stores.
 
-Inference runs the same weights through `specdec.models.eagle` and `specdec.models.transformer`, which are fused and
-packed; tests hold both to the same logits. B sequences of T tokens, hidden size d, Vd draft tokens.
+Inference runs the same weights through `specdec.models.native`'s `eagle` and `transformer`, which are fused and packed;
+tests hold both to the same logits. B sequences of T tokens, hidden size d, Vd draft tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.models.config import TransformerConfig
-from specdec.models.rope import Rotation
+from specdec.models.native.config import TransformerConfig
+from specdec.models.native.rope import Rotation
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from specdec.drafters.base import Drafter
 from specdec.drafters.distilled import DistilledDrafter
 from specdec.drafters.eagle import EagleDrafter
 from specdec.errors import UsageError
-from specdec.models.config import TransformerConfig
+from specdec.models.native.config import TransformerConfig
 
 Network = EagleNetwork | ShallowNetwork
 

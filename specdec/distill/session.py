@@ -18,10 +18,10 @@ from specdec.distill.networks import Frozen
 from specdec.distill.recipes import Network, Recipe
 from specdec.distill.trainer import Trainer, TrainingPlan
 from specdec.errors import UsageError
-from specdec.models.checkpoint import find
-from specdec.models.draft_checkpoint import DraftCheckpoint
 from specdec.models.loading import LoadedModel
-from specdec.models.transformer import Transformer
+from specdec.models.loading.checkpoint import find
+from specdec.models.loading.draft_checkpoint import DraftCheckpoint
+from specdec.models.native.transformer import Transformer
 from specdec.types import Prompt, SamplingParams
 from specdec.verifiers.rejection import RejectionVerifier
 

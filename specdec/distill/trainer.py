@@ -21,7 +21,7 @@ from specdec.distill.losses import Loss, find_loss
 from specdec.distill.networks import Examples, Frozen
 from specdec.distill.recipes import Network
 from specdec.errors import UsageError
-from specdec.traces import replacing
+from specdec.measurement.traces import replacing
 
 _STATE = "state.safetensors"
 _ROWS_AT_ONCE = 64

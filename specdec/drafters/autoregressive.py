@@ -13,9 +13,9 @@ from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.drafters.chains import Chains
 from specdec.errors import UsageError
 from specdec.models.base import LanguageModel
-from specdec.models.vocab import TokenMap
+from specdec.models.vocabulary.vocab import TokenMap
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, Verdict
-from specdec.uniforms import Uniforms
 
 
 class AutoregressiveDrafter(Drafter):

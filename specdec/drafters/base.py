@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from specdec.models.base import LanguageModel
-from specdec.models.tokenizer import Tokenizer
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, SamplingParams, Verdict
-from specdec.uniforms import Uniforms
 
 StopDrafting = Callable[[Tensor, Tensor, int], Tensor]
 """(draft_probs [B, V], tokens [B], depth) → [B] bool: the controller's `stop`, bound to the batch's states.

@@ -16,10 +16,10 @@ from torch import Tensor
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.errors import UsageError
 from specdec.models.base import LanguageModel
-from specdec.models.tokenizer import Tokenizer
-from specdec.sampling import one_hot
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.sampling.distributions import one_hot
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import PADDING, Draft, Verdict
-from specdec.uniforms import Uniforms
 
 
 class CascadeDrafter(Drafter):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from specdec.drafters.base import DraftContext, StopDrafting
 from specdec.errors import ModelError
-from specdec.models.vocab import TokenMap
-from specdec.sampling import probabilities
+from specdec.models.vocabulary.vocab import TokenMap
+from specdec.sampling.distributions import probabilities
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import PADDING, Draft
-from specdec.uniforms import Uniforms
 
 Advance = Callable[[Tensor], Tensor]
 """The tokens just drawn, [B] target ids → the draft model's logits after them, [B, W]."""

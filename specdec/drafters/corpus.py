@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specdec.errors import UsageError
-from specdec.models.tokenizer import Tokenizer
+from specdec.models.vocabulary.tokenizer import Tokenizer
 
 
 def read_corpus(path: str, tokenizer: Tokenizer | None, vocab_size: int) -> list[np.ndarray]:

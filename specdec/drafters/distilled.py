@@ -5,11 +5,11 @@ from __future__ import annotations
 from specdec.drafters.autoregressive import AutoregressiveDrafter
 from specdec.errors import UsageError
 from specdec.models.base import LanguageModel, Tables
-from specdec.models.draft_checkpoint import DraftCheckpoint
-from specdec.models.draft_vocabulary import DraftVocabulary
-from specdec.models.tokenizer import Tokenizer
-from specdec.models.transformer import Transformer
-from specdec.models.vocab import ReducedIds
+from specdec.models.loading.draft_checkpoint import DraftCheckpoint
+from specdec.models.native.transformer import Transformer
+from specdec.models.vocabulary.draft_vocabulary import DraftVocabulary
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.models.vocabulary.vocab import ReducedIds
 
 
 class DistilledDrafter(AutoregressiveDrafter):

@@ -6,15 +6,15 @@ from specdec.drafters.autoregressive import AutoregressiveDrafter
 from specdec.errors import UsageError
 from specdec.models.base import LanguageModel
 from specdec.models.loading import LoadedModel, load_model
-from specdec.models.tokenizer import Tokenizer
-from specdec.models.translation import Translation
-from specdec.models.vocab import SameIds, TokenMap, shared_ids
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.models.vocabulary.translation import Translation
+from specdec.models.vocabulary.vocab import SameIds, TokenMap, shared_ids
 
 
 class DraftModelDrafter(AutoregressiveDrafter):
     """Any causal language model. Best with the target's tokenizer; any other works through the tokens both have.
 
-    What another tokenizer costs in acceptance, and when it is refused, is in `specdec.models.translation`.
+    What another tokenizer costs in acceptance, and when it is refused, is in `specdec.models.vocabulary.translation`.
     """
 
     def __init__(self, draft: LoadedModel) -> None:

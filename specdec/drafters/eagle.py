@@ -14,12 +14,12 @@ from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.drafters.chains import Chains
 from specdec.errors import UsageError
 from specdec.models.base import LanguageModel
-from specdec.models.draft_checkpoint import DraftCheckpoint
-from specdec.models.eagle import EagleHead
-from specdec.models.tokenizer import Tokenizer
-from specdec.models.vocab import ReducedIds
+from specdec.models.loading.draft_checkpoint import DraftCheckpoint
+from specdec.models.native.eagle import EagleHead
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.models.vocabulary.vocab import ReducedIds
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, Verdict
-from specdec.uniforms import Uniforms
 
 
 class EagleDrafter(Drafter):

@@ -20,8 +20,8 @@ from specdec.drafters.base import DraftContext, StopDrafting
 from specdec.drafters.chains import refuse_broken
 from specdec.drafters.eagle import EagleDrafter
 from specdec.errors import UsageError
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import PADDING, Draft
-from specdec.uniforms import Uniforms
 
 
 class TreeShape(ABC):

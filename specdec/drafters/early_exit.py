@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from specdec.drafters.autoregressive import AutoregressiveDrafter
 from specdec.models.base import LanguageModel
-from specdec.models.tokenizer import Tokenizer
-from specdec.models.vocab import SameIds
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.models.vocabulary.vocab import SameIds
 
 
 class EarlyExitDrafter(AutoregressiveDrafter):

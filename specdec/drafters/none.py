@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft
-from specdec.uniforms import Uniforms
 
 
 class NoDrafter(Drafter):

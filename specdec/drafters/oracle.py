@@ -11,8 +11,8 @@ import numpy as np
 
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.errors import UsageError
+from specdec.sampling.uniforms import Purpose, Uniforms, request_key
 from specdec.types import Draft
-from specdec.uniforms import Purpose, Uniforms, request_key
 
 
 class OracleDrafter(Drafter):

@@ -12,8 +12,8 @@ import numpy as np
 
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.errors import UsageError
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft
-from specdec.uniforms import Uniforms
 
 
 class PromptLookupDrafter(Drafter):

@@ -21,9 +21,9 @@ from specdec.drafters.corpus import read_corpus
 from specdec.drafters.suffix_index import BOUNDARY, CorpusIndex, Match, earlier_matches
 from specdec.errors import UsageError
 from specdec.models.base import LanguageModel
-from specdec.models.tokenizer import Tokenizer
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft
-from specdec.uniforms import Uniforms
 
 
 @dataclass

@@ -201,7 +201,7 @@ class ForwardPass:
     """Where the new entries of a forward pass go, and what its tokens see; shared by all layers.
 
     keys, values: per layer, [slots, K, capacity, D] as `ContiguousCache` has them; row b of the pass is slot `slots[b]`
-    and already holds `starts[b]` entries. cos, signed_sin: [B, S, 1, D], as `specdec.models.rope.Turn` has them.
+    and already holds `starts[b]` entries. cos, signed_sin: [B, S, 1, D], as `specdec.models.native.rope.Turn` has them.
     mask: [B or 1, 1, S or more, L], added to the scores; None: causal.
     """
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from specdec.folders import cache_root
-from specdec.processor import cpu_model, features
+from specdec.machine.folders import cache_root
+from specdec.machine.processor import cpu_model, features
 
 SWITCH = "SPECDEC_KERNELS"
 """Set to 0, nothing is built or used."""

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from specdec.metrics import best_fixed, fixed_lengths, predicted_speedups, tpot_ratio
-from specdec.metrics.lengths import FIXED, LENGTH
+from specdec.measurement.metrics import best_fixed, fixed_lengths, predicted_speedups, tpot_ratio
+from specdec.measurement.metrics.lengths import FIXED, LENGTH
 from specdec.plots.panels import name_workloads, reach
 from specdec.plots.style import (
     BAND,

@@ -35,7 +35,7 @@ from specdec.plots.style import (
 
 
 def figures(summary: pd.DataFrame, positions: pd.DataFrame) -> dict[str, Figure]:
-    """Every figure of an experiment by name; tables as in `specdec.metrics`, rows of a run in arm order."""
+    """Every figure of an experiment by name; tables as in `specdec.measurement.metrics`, rows of a run in arm order."""
     table = with_plain_entropy(summary)
     with mpl.rc_context(rc_style()):
         drawn = {

@@ -12,8 +12,8 @@ from matplotlib.patheffects import Normal, Stroke
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation, Transform
 
+from specdec.measurement.statistics import wilson
 from specdec.plots.style import BAND, ENTROPY, GREY, INK, MARKERS, PARTS, ArmStyle, plain_style, without_plain
-from specdec.statistics import wilson
 
 
 def speedup_vs_entropy(table: pd.DataFrame, ax: Axes, styles: dict[str, ArmStyle]) -> None:

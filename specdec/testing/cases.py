@@ -14,11 +14,11 @@ import torch
 
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import Drafter
 from specdec.drafters.none import NoDrafter
-from specdec.engine import Engine
 from specdec.errors import UsageError
-from specdec.lossless import TIE_TOLERANCE, Outcome, compare_all, exact_logits
+from specdec.measurement.lossless import TIE_TOLERANCE, Outcome, compare_all, exact_logits
 from specdec.models.loading import LoadedModel
 from specdec.testing.fit import exact_joint, joint_p_value
 from specdec.testing.probes import Recorder

@@ -10,6 +10,7 @@ import torch
 from specdec.controllers.fixed import FixedController
 from specdec.drafters.base import Drafter
 from specdec.models.loading import LoadedModel
+from specdec.sampling.uniforms import Purpose
 from specdec.testing.cases import FALSE_ALARM, Bench, DrafterCase, as_factory
 from specdec.testing.fit import declared_p_value
 from specdec.testing.forms import Row
@@ -17,7 +18,6 @@ from specdec.testing.probes import AcceptScript, Proposal, Recorder, Schedule, S
 from specdec.testing.report import Inapplicable, Report, require, run_checks
 from specdec.testing.tiny import tiny_target
 from specdec.types import PADDING, Draft, FinishReason, Verdict
-from specdec.uniforms import Purpose
 from specdec.verifiers.base import Verifier
 
 _LONGEST_WINDOW = 1024  # tokens: a longer one takes too long to fill

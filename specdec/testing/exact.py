@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.sampling import sample
+from specdec.sampling.distributions import sample
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.testing.boxes import STEPS, Leaves, Outcome, integrate
 from specdec.testing.languages import (
     Language,
@@ -35,7 +36,6 @@ from specdec.testing.languages import (
     without_replacement,
 )
 from specdec.types import PADDING, Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import SiblingDraws, Verifier
 
 Submit = Callable[[Tokens], int]

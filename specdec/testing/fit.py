@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.models.base import LanguageModel
-from specdec.sampling import probabilities
+from specdec.sampling.distributions import probabilities
 from specdec.types import SamplingParams
 
 FEWEST_EXPECTED = 5.0

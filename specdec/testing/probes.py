@@ -14,10 +14,10 @@ from torch import Tensor
 from specdec.controllers.base import Controller, Observation
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.models.base import LanguageModel
-from specdec.models.tokenizer import Tokenizer
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.testing.forms import Row, require_form
 from specdec.types import PADDING, Draft, StepRecord, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
 
 

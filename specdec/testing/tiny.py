@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.models.config import TransformerConfig
 from specdec.models.loading import LoadedModel
-from specdec.models.tokenizer import Tokenizer
-from specdec.models.transformer import Transformer
+from specdec.models.native.config import TransformerConfig
+from specdec.models.native.transformer import Transformer
+from specdec.models.vocabulary.tokenizer import Tokenizer
 
 LETTERS = "abcdef"
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>")

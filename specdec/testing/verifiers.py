@@ -13,7 +13,8 @@ from torch import Tensor
 from specdec.controllers.fixed import FixedController
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.errors import UsageError
-from specdec.sampling import argmax, one_hot, sample
+from specdec.sampling.distributions import argmax, one_hot, sample
+from specdec.sampling.uniforms import Purpose, Uniforms, request_key
 from specdec.testing.cases import Bench, DrafterCase, as_factory
 from specdec.testing.exact import Case, LatticeUniforms, cases_for, emission, total_variation
 from specdec.testing.languages import joint, without_replacement
@@ -21,7 +22,6 @@ from specdec.testing.probes import LoggedUniforms
 from specdec.testing.report import Inapplicable, Report, require, run_checks
 from specdec.testing.tiny import tiny_target
 from specdec.types import PADDING, Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms, request_key
 from specdec.verifiers.base import SiblingDraws, Verifier
 from specdec.verifiers.greedy import GreedyVerifier
 from specdec.verifiers.tree import GreedyTreeVerifier

@@ -7,8 +7,8 @@ from enum import Enum, auto
 
 from torch import Tensor
 
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, Verdict
-from specdec.uniforms import Uniforms
 
 
 class SiblingDraws(Enum):

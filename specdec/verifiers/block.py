@@ -16,9 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.sampling import sample, token_probs
+from specdec.sampling.distributions import sample, token_probs
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.rejection import chain_verdict, recovered_or_bonus_probs, refuse_trees
 

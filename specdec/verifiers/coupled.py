@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, Verdict
-from specdec.uniforms import Uniforms
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.rejection import chain_verdict, refuse_trees
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from specdec.sampling import argmax
+from specdec.sampling.distributions import argmax
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, Verdict
-from specdec.uniforms import Uniforms
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.rejection import accepted_prefix, chain_verdict
 

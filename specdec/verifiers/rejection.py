@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UsageError
-from specdec.sampling import sample, token_probs
+from specdec.sampling.distributions import sample, token_probs
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import PADDING, Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
 
 

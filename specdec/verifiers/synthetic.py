@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UsageError
-from specdec.sampling import sample
+from specdec.sampling.distributions import sample
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.rejection import accepted_prefix, chain_verdict
 

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from specdec.sampling import sample
+from specdec.sampling.distributions import sample
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import PADDING, Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.tree import parent_columns
 

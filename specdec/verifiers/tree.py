@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.sampling import argmax
+from specdec.sampling.distributions import argmax
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import PADDING, Draft, Verdict
-from specdec.uniforms import Uniforms
 from specdec.verifiers.base import Verifier
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UsageError
-from specdec.sampling import entropy_bits, sample, token_probs
+from specdec.sampling.distributions import entropy_bits, sample, token_probs
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.rejection import chain_verdict, refuse_trees
 

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from specdec import hub
 from specdec.errors import UsageError
+from specdec.machine import hub
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

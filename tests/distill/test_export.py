@@ -16,11 +16,11 @@ import transformers
 
 from experiments.export import main
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.distilled import DistilledDrafter
 from specdec.drafters.draft_model import DraftModelDrafter
-from specdec.engine import Engine
-from specdec.models.draft_checkpoint import DraftCheckpoint
 from specdec.models.loading import load_model
+from specdec.models.loading.draft_checkpoint import DraftCheckpoint
 from specdec.verifiers.rejection import RejectionVerifier
 from tests.conftest import PADDED_VOCAB_SIZE, make_model, make_tokenizer
 from tests.drafts import write_shallow

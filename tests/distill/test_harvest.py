@@ -9,10 +9,10 @@ import torch
 
 from specdec.backends.native import to_request
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.distill.examples import Harvest, collate
 from specdec.distill.harvest import STORED_DTYPE, HarvestPlan, harvest, load_shard, shard_sizes
 from specdec.drafters.none import NoDrafter
-from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.models.loading import LoadedModel
 from specdec.types import Prompt, SamplingParams

@@ -15,22 +15,22 @@ from torch import Tensor
 
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.autoregressive import AutoregressiveDrafter
 from specdec.drafters.base import DraftContext
 from specdec.drafters.distilled import DistilledDrafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.early_exit import EarlyExitDrafter
 from specdec.drafters.none import NoDrafter
-from specdec.engine import Engine
 from specdec.models.base import LanguageModel, Tables
-from specdec.models.draft_vocabulary import DraftVocabulary
-from specdec.models.lexicon import Lexicon
 from specdec.models.loading import LoadedModel
-from specdec.models.tokenizer import Tokenizer
-from specdec.models.transformer import Transformer, TransformerConfig
-from specdec.models.translation import Translation
-from specdec.models.vocab import ReducedIds, SameIds, TokenMap
-from specdec.sampling import probabilities
+from specdec.models.native.transformer import Transformer, TransformerConfig
+from specdec.models.vocabulary.draft_vocabulary import DraftVocabulary
+from specdec.models.vocabulary.lexicon import Lexicon
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.models.vocabulary.translation import Translation
+from specdec.models.vocabulary.vocab import ReducedIds, SameIds, TokenMap
+from specdec.sampling.distributions import probabilities
 from specdec.types import Draft, Request, SamplingParams, Trace, Verdict
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.greedy import GreedyVerifier

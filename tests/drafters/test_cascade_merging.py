@@ -10,8 +10,8 @@ import torch
 
 from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.drafters.cascade import CascadeDrafter
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, SamplingParams
-from specdec.uniforms import Uniforms
 
 
 class Says(Drafter):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.distilled import DistilledDrafter
-from specdec.engine import Engine
 from specdec.errors import UsageError
-from specdec.models.linear import linear
 from specdec.models.loading import LoadedModel, load_model
+from specdec.models.native.linear import linear
 from specdec.types import Trace
 from specdec.verifiers.rejection import RejectionVerifier
 from tests.conftest import make_model

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.base import DraftContext
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.none import NoDrafter
-from specdec.engine import Engine
 from specdec.errors import ModelError, UsageError
 from specdec.models.base import LanguageModel
 from specdec.models.loading import LoadedModel
-from specdec.models.transformer import Transformer, TransformerConfig
-from specdec.sampling import probabilities
+from specdec.models.native.transformer import Transformer, TransformerConfig
+from specdec.sampling.distributions import probabilities
 from specdec.types import Draft, Request, Trace, Verdict
 from specdec.verifiers.rejection import RejectionVerifier
 from tests.conftest import PADDED_VOCAB_SIZE, REAL_VOCAB_SIZE, make_model, make_tokenizer
@@ -44,7 +44,7 @@ def full_logits(model: LanguageModel, ids: list[int]) -> torch.Tensor:
 
 def native(hf: object, **changes: object) -> LoadedModel:
     """A tiny model that is on no disk, with the usual tokenizer."""
-    from specdec.models.tokenizer import Tokenizer
+    from specdec.models.vocabulary.tokenizer import Tokenizer
 
     config = TransformerConfig.from_hf(hf.config)  # type: ignore[attr-defined]
     model = Transformer.from_state_dict(config, dict(hf.state_dict()))  # type: ignore[attr-defined]

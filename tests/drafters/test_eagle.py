@@ -12,19 +12,19 @@ from torch import Tensor
 
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.distill.networks import EagleNetwork, Examples, Frozen
 from specdec.drafters.base import DraftContext, Drafter
 from specdec.drafters.eagle import EagleDrafter
 from specdec.drafters.eagle_tree import EagleTreeDrafter, JointTree, StaticTree, TreeShape
 from specdec.drafters.none import NoDrafter
-from specdec.engine import Engine
 from specdec.errors import ModelError, UsageError
 from specdec.models.base import LanguageModel
-from specdec.models.draft_checkpoint import DraftCheckpoint
 from specdec.models.loading import LoadedModel, load_model
-from specdec.sampling import probabilities
+from specdec.models.loading.draft_checkpoint import DraftCheckpoint
+from specdec.sampling.distributions import probabilities
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import PADDING, Draft, Request, Trace, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.multi_draft_top_k import TopKVerifier
 from specdec.verifiers.rejection import RejectionVerifier

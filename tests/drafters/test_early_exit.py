@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from specdec.controllers.fixed import FixedController
+from specdec.decoding.engine import Engine
 from specdec.drafters.early_exit import EarlyExitDrafter
-from specdec.engine import Engine
 from specdec.errors import UsageError
 from specdec.models.loading import LoadedModel, load_model
-from specdec.models.transformer import Transformer
+from specdec.models.native.transformer import Transformer
 from specdec.verifiers.rejection import RejectionVerifier
 from tests.fakes import make_request
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from specdec.drafters.base import DraftContext
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.errors import UsageError
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import SamplingParams
-from specdec.uniforms import Uniforms
 
 
 def propose(tokens: list[list[int]], limits: list[int], **options: int) -> list[list[int]]:

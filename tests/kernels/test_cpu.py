@@ -12,11 +12,11 @@ from torch import Tensor
 
 from specdec import kernels
 from specdec.cache.contiguous import ContiguousCache
-from specdec.engine import ancestor_mask
-from specdec.models.attention import eager
-from specdec.models.config import TransformerConfig
-from specdec.models.transformer import Transformer
-from tests.models.test_transformer import random_weights
+from specdec.decoding.engine import ancestor_mask
+from specdec.models.native.attention import eager
+from specdec.models.native.config import TransformerConfig
+from specdec.models.native.transformer import Transformer
+from tests.models.native.test_transformer import random_weights
 
 pytestmark = pytest.mark.skipif(kernels.build().library is None, reason=f"no kernels: {kernels.build().reason}")
 

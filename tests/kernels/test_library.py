@@ -13,7 +13,7 @@ from specdec import kernels
 from specdec.kernels import cpu
 from specdec.kernels import library as module
 from specdec.kernels.library import Build
-from specdec.models.linear import OneDnnLinear, PlainLinear, linear
+from specdec.models.native.linear import OneDnnLinear, PlainLinear, linear
 
 fresh = module.build.__wrapped__
 needs_kernels = pytest.mark.skipif(kernels.build().library is None, reason=f"no kernels: {kernels.build().reason}")

@@ -22,12 +22,12 @@ from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.drafters.suffix import SuffixDrafter, SuffixTreeDrafter
 from specdec.errors import UsageError
 from specdec.models.base import LanguageModel
-from specdec.models.tokenizer import Tokenizer
-from specdec.sampling import probabilities
+from specdec.models.vocabulary.tokenizer import Tokenizer
+from specdec.sampling.distributions import probabilities
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.testing import ConformanceError, check_drafter, tiny_target
 from specdec.testing.drafters import DRAFTER_CHECKS
 from specdec.types import PADDING, Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.coupled import CoupledVerifier
 from specdec.verifiers.multi_draft_top_k import TopKVerifier
 from tests.drafts import write_eagle

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.sampling import sample
+from specdec.sampling.distributions import sample
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.testing import ConformanceError, check_verifier
 from specdec.testing.verifiers import VERIFIER_CHECKS
 from specdec.types import PADDING, Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.rejection import RejectionVerifier, chain_verdict
 from specdec.verifiers.synthetic import SyntheticVerifier

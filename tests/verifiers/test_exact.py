@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.sampling import sample, token_probs
+from specdec.sampling.distributions import sample, token_probs
+from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.testing.boxes import STEPS, integrate
 from specdec.testing.exact import TREES, emission, largest_error, total_variation
 from specdec.testing.languages import (
@@ -24,7 +25,6 @@ from specdec.testing.languages import (
     without_replacement,
 )
 from specdec.types import Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms
 from specdec.verifiers import block, multi_draft, multi_draft_k_seq, traversal
 from specdec.verifiers.base import SiblingDraws, Verifier
 from specdec.verifiers.block import BlockVerifier

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from specdec.errors import UsageError
-from specdec.sampling import one_hot
+from specdec.sampling.distributions import one_hot
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import PADDING, Draft
-from specdec.uniforms import Uniforms
 from specdec.verifiers.greedy import GreedyVerifier
 
 NONE = Uniforms([], [])

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UsageError
-from specdec.sampling import one_hot, probabilities, sample
+from specdec.sampling.distributions import one_hot, probabilities, sample
+from specdec.sampling.uniforms import Purpose, Uniforms, request_key
 from specdec.testing.exact import (
     LatticeUniforms,
     build_draft,
@@ -18,7 +19,6 @@ from specdec.testing.exact import (
 )
 from specdec.testing.languages import constant, joint, lattice_language
 from specdec.types import PADDING, Draft, SamplingParams, Verdict
-from specdec.uniforms import Purpose, Uniforms, request_key
 from specdec.verifiers import rejection
 from specdec.verifiers.greedy import GreedyVerifier
 from specdec.verifiers.rejection import RejectionVerifier, accepted_prefix, chain_verdict

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.bench.rule_times import time_rules
 from specdec.errors import UsageError
-from specdec.sampling import one_hot, sample
+from specdec.sampling.distributions import one_hot, sample
+from specdec.sampling.uniforms import Purpose, Uniforms, request_key
 from specdec.testing.exact import LatticeUniforms
 from specdec.types import PADDING, Draft, Verdict
-from specdec.uniforms import Purpose, Uniforms, request_key
 from specdec.verifiers.base import SiblingDraws, Verifier
 from specdec.verifiers.block import BlockVerifier
 from specdec.verifiers.coupled import CoupledVerifier

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from specdec.errors import UsageError
+from specdec.sampling.uniforms import Uniforms, request_key
 from specdec.testing.exact import chi_square_p_value, emission, total_variation
 from specdec.testing.languages import constant, joint
 from specdec.types import Draft
-from specdec.uniforms import Uniforms, request_key
 from specdec.verifiers.synthetic import SyntheticVerifier
 
 BATCH = 20_000

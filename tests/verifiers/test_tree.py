@@ -3,9 +3,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec.sampling import one_hot
+from specdec.sampling.distributions import one_hot
+from specdec.sampling.uniforms import Uniforms
 from specdec.types import PADDING, Draft
-from specdec.uniforms import Uniforms
 from specdec.verifiers.greedy import GreedyVerifier
 from specdec.verifiers.tree import GreedyTreeVerifier
 

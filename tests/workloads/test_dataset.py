@@ -14,8 +14,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from experiments.building import build
-from specdec import hub
 from specdec.errors import UsageError
+from specdec.machine import hub
 from specdec.types import Prompt
 from specdec.workloads import Workload, load_dataset
 

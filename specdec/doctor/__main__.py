@@ -1,0 +1,7 @@
+"""`python -m specdec.doctor`."""
+
+import sys
+
+from specdec.doctor.examination import main
+
+sys.exit(main())

@@ -1,0 +1,95 @@
+"""Time several decoding setups fairly: same target, same process, interleaved batch by batch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+from specdec.decoding.engine import Engine
+from specdec.errors import ModelError
+from specdec.machine.timing import no_garbage
+from specdec.types import Request, Trace
+
+MIN_TIMED_BATCHES = 2
+"""Measured whatever the time limit: a ratio over a single prompt has no interval."""
+
+
+@dataclass
+class Measured:
+    """Traces per arm, in the order of the requests, and what failed: arm → request → why."""
+
+    traces: dict[str, list[Trace]]
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def interleave(
+    arms: Mapping[str, Engine],
+    batches: Sequence[Sequence[Request]],
+    on_batch: Callable[[str, Sequence[Trace]], None] = lambda arm, traces: None,
+    warmup_tokens: int = 16,
+    time_limit: float | None = None,
+) -> Measured:
+    """Decode every batch with every arm, the first arm (plain decoding) first, the others in rotating order.
+
+    Rotation keeps an arm from always running on the caches another one left warm. The first batch is decoded once
+    untimed by every arm, `warmup_tokens` a request. A batch that fails in an arm is listed under `failures` and has no
+    trace there; one that fails in the first arm is not tried in the others, for lack of a baseline. What cannot be
+    decoded at all is refused (`UsageError`) before the first batch, not after hours.
+
+    With a `time_limit` (seconds, warm-up not counted) it ends before the batch that would go past it, judged by the
+    batches before, but not before the second has been decoded: every arm has decoded the same ones.
+    """
+    plain, *others = arms
+    for engine in arms.values():
+        for batch in batches:
+            engine.check(batch)
+    measured = Measured({name: [] for name in arms})
+    _warm_up(arms, batches[0], warmup_tokens)
+    with no_garbage():
+        start = perf_counter()
+        for index, batch in enumerate(batches):
+            if time_limit is not None and index >= MIN_TIMED_BATCHES:
+                expected = (perf_counter() - start) * (index + 1) / index
+                if expected > time_limit:
+                    break
+            turn = index % len(others) if others else 0
+            for name in [plain, *others[turn:], *others[:turn]]:
+                traces = _decode(arms[name], name, batch, measured)
+                on_batch(name, traces)
+                if not traces and name == plain:
+                    break
+                if name == plain:
+                    _reveal(arms, traces)
+    return measured
+
+
+def _warm_up(arms: Mapping[str, Engine], batch: Sequence[Request], num_tokens: int) -> None:
+    """Run every arm once, so that allocations and first-call costs are not timed. What fails will fail again, timed."""
+    short = [replace(request, max_new_tokens=min(num_tokens, request.max_new_tokens)) for request in batch]
+    plain = next(iter(arms.values()))
+    with suppress(ModelError):
+        _reveal(arms, plain.generate(short))
+    for engine in arms.values():
+        with suppress(ModelError):
+            engine.generate(short)
+
+
+def _reveal(arms: Mapping[str, Engine], traces: Sequence[Trace]) -> None:
+    """Show synthetic drafters what the target itself said."""
+    for engine in arms.values():
+        for trace in traces:
+            engine.drafter.reveal(trace.request_id, trace.token_ids)
+
+
+def _decode(engine: Engine, name: str, batch: Sequence[Request], measured: Measured) -> list[Trace]:
+    gc.collect()  # here, not in the middle of a step, where it would be a latency spike of Python's
+    try:
+        traces = engine.generate(batch)
+    except ModelError as error:
+        measured.failures.setdefault(name, {}).update((request.id, str(error)) for request in batch)
+        return []
+    measured.traces[name] += traces
+    return traces
