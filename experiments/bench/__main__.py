@@ -36,7 +36,7 @@ from specdec.workloads import load_workload
 class Part(NamedTuple):
     """One thing to measure: raw times of one dtype, and what the summary says of them.
 
-    dtype: what it always works in, whatever the models' is; it is then measured once.
+    dtype: what it always works in, whatever the models' is; it is then measured once. Rows may say their own.
     """
 
     measure: Callable[[Subject, Plan], pd.DataFrame]
@@ -47,6 +47,8 @@ class Part(NamedTuple):
 PARTS: Mapping[str, Part] = {
     "generation": Part(generation.measure, generation.summarise),
     "forwards": Part(forwards.measure, forwards.summarise),
+    "dtypes": Part(forwards.measure_dtypes, forwards.summarise_dtypes, dtype=forwards.REFERENCE),
+    "long_forwards": Part(forwards.measure_long, forwards.summarise_long),
     "contexts": Part(contexts.measure, contexts.summarise),
     "batches": Part(batches.measure, batches.summarise),
     "drafters": Part(drafters.measure, drafters.summarise),
@@ -97,8 +99,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, command: str, folder: Path) -> None:
     """Measure part by part; each is written when it is done, so that an interruption keeps what was finished."""
-    plan, names = (QUICK if options.quick else FULL), options.only or PARTS
-    parts = {name: PARTS[name] for name in names if options.only or not (options.quick and name in SLOW)}
+    plan, parts = (QUICK if options.quick else FULL), _parts(options)
     if options.draft_tokens < 1:
         raise UsageError(f"--draft-tokens {options.draft_tokens} is not possible; it must be at least 1")
     (device,) = {str(resolve_device(options.device, resolve_dtype(dtype))) for dtype in options.dtypes}
@@ -110,6 +111,7 @@ def run(options: argparse.Namespace, command: str, folder: Path) -> None:
             workload=load_workload(options.workload),
             draft=options.draft,
             draft_tokens=options.draft_tokens,
+            dtypes=tuple(options.dtypes),
             scratch=Path(scratch),
         )
         provenance = _provenance(command, setting)
@@ -118,6 +120,12 @@ def run(options: argparse.Namespace, command: str, folder: Path) -> None:
             for name, table in (("raw.csv", raw), ("summary.csv", summary)):
                 results.write_text(folder / name, joined(table.assign(**stamp), folder / name).to_csv(index=False))
     results.write_text(folder / "provenance.json", json.dumps(asdict(provenance), indent=2) + "\n")
+
+
+def _parts(options: argparse.Namespace) -> dict[str, Part]:
+    """Those asked for, or all that there is time for and something to compare with."""
+    left_out = {*(SLOW if options.quick else ()), *(() if len(options.dtypes) > 1 else ("dtypes",))}
+    return {name: PARTS[name] for name in options.only or PARTS if options.only or name not in left_out}
 
 
 def measure(
@@ -130,8 +138,13 @@ def measure(
             if part.dtype is not None and dtype != dtypes[0]:
                 continue
             raw = part.measure(subject, plan)
-            labels = {"part": name, "dtype": part.dtype or dtype}
-            yield raw.assign(**labels), pd.DataFrame(part.summarise(raw)).assign(**labels)
+            labels = {"dtype": part.dtype or dtype, "part": name}
+            yield _labelled(raw, labels), _labelled(pd.DataFrame(part.summarise(raw)), labels)
+
+
+def _labelled(table: pd.DataFrame, labels: Mapping[str, str]) -> pd.DataFrame:
+    """With what its rows do not say themselves."""
+    return table.assign(**{name: label for name, label in labels.items() if name not in table})
 
 
 def joined(new: pd.DataFrame, path: Path) -> pd.DataFrame:
@@ -141,7 +154,7 @@ def joined(new: pd.DataFrame, path: Path) -> pd.DataFrame:
     old = read(path)
     machine = ["model", "draft", "hardware"]
     same = (old[machine] == new[machine].iloc[0]).all(axis=1)
-    replaced = (old[["part", "dtype"]] == new[["part", "dtype"]].iloc[0]).all(axis=1)
+    replaced = (old["part"] == new["part"].iloc[0]) & old["dtype"].isin(new["dtype"])
     both = pd.concat([old[same & ~replaced], new], ignore_index=True)
     return both.sort_values("part", key=lambda names: names.map(list(PARTS).index), kind="stable", ignore_index=True)
 

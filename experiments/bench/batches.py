@@ -75,8 +75,13 @@ def equal_length(requests: Sequence[Request], count: int, at_most: int) -> list[
 
 
 def summarise(raw: pd.DataFrame) -> list[Row]:
-    """Tokens per second of each arm at each size."""
-    return [
-        spread("batch_tokens_per_second", rows["num_tokens"] / rows["seconds"], system=system, arm=arm, x=batch)
-        for (system, arm, batch), rows in groups(raw, "system", "arm", "batch")
-    ]
+    """Tokens per second of each arm at each size, and their ratio to one sequence's of the same round."""
+    rows = []
+    for (system, arm), found in groups(raw, "system", "arm"):
+        rates = found.assign(rate=found["num_tokens"] / found["seconds"]).pivot(
+            index="round", columns="batch", values="rate"
+        )
+        labels = {"system": system, "arm": arm}
+        rows += [spread("batch_tokens_per_second", rates[size], **labels, x=int(size)) for size in rates]
+        rows += [spread("batch_speedup", rates[size] / rates[1], **labels, x=int(size)) for size in rates if size > 1]
+    return rows

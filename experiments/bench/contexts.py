@@ -1,8 +1,13 @@
-"""How a step grows with the context: prefill, a plain decode step and a verify step, up to the model's window."""
+"""How a step grows with the context: prefill, a plain decode step and a verify step, up to the model's window.
+
+A plain decode step must read every weight and every cached entry once. What it takes beyond that is shown as its ratio
+to reading as many bytes, at the rate at which this machine reads a buffer of that size in the same round.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import pandas as pd
 import torch
@@ -13,12 +18,15 @@ from experiments.bench.subject import Subject
 from experiments.bench.systems import OURS, THEIRS
 from experiments.bench.tables import Row, groups, spread
 from specdec.cache.base import Cache
+from specdec.machine.allocator import huge_pages
 from specdec.models.base import LanguageModel
 from specdec.models.hf import HFModel
 from specdec.sampling.distributions import argmax
 
 STEP, VERIFY = 1, LOOKUP_TOKENS + 1
 """Tokens of a plain decode step, and of one that verifies a draft."""
+MEMORY = "memory"
+"""The system whose seconds are those of reading the bytes of our decode step, and nothing else."""
 
 
 @torch.inference_mode()
@@ -50,10 +58,11 @@ def _time(cells: Mapping[str, _Cell], length: int, plan: Plan, label: str) -> li
             note(system, length, number, cells[system].prefill())
     for cell in cells.values():
         cell.step(VERIFY)  # untimed
-    work = [(system, tokens) for tokens in (STEP, VERIFY) for system in cells]
+    work = [(system, tokens, partial(cell.step, tokens)) for tokens in (STEP, VERIFY) for system, cell in cells.items()]
+    work.append((MEMORY, STEP, _Reader(cells[OURS].bytes_per_step, cells[OURS].device).read))
     for number in rounds(plan.steps, f"{label}, steps"):
-        for system, tokens in rotated(work, number):
-            note(system, tokens, number, cells[system].step(tokens))
+        for system, tokens, seconds in rotated(work, number):
+            note(system, tokens, number, seconds())
     return records
 
 
@@ -62,9 +71,16 @@ class _Cell:
 
     def __init__(self, model: LanguageModel, length: int) -> None:
         self._model, self._length = model, length
+        self.device = model.device
         self._cache: Cache = model.new_cache(1, length + VERIFY)
         self._text = torch.arange(length + VERIFY, device=model.device)[None] % model.vocab_size
         self._places = torch.arange(length + VERIFY, device=model.device)[None]
+
+    @property
+    def bytes_per_step(self) -> int:
+        """What a plain decode step must read: the weights, of the embedding one row, and what is cached."""
+        entry = self._cache.num_bytes // self._cache.capacity
+        return self._model.bytes_per_forward + entry * self._length
 
     def prefill(self) -> float:
         """Seconds from an empty cache to the choice of the first token."""
@@ -86,11 +102,32 @@ class _Cell:
         return chosen
 
 
+class _Reader:
+    """Reads a buffer of `num_bytes` once, on every core and in huge pages, as weights are read: the sum of its floats.
+
+    Sums of whole blocks are as fast as this machine reads; what is summed has no part in it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        with huge_pages(num_bytes):
+            self._buffer = torch.ones(num_bytes // 4, device=device)
+
+    def read(self) -> float:
+        """Seconds."""
+        return timed(self._buffer.device, self._buffer.sum)[1]
+
+
 def summarise(raw: pd.DataFrame) -> list[Row]:
-    """Prefill, plain decode step and verify step of each side at each context length."""
+    """Prefill, plain decode step and verify step of each side at each context length, and ours against the floor."""
     names = {STEP: "step_seconds", VERIFY: "verify_step_seconds"}
     kinds = raw["tokens"].where(raw["tokens"] != raw["context"]).map(names).fillna("prefill_seconds")
-    return [
-        spread(kind, rows["seconds"], system=system, x=context)
-        for (kind, system, context), rows in groups(raw.assign(kind=kinds), "kind", "system", "context")
+    rows = [
+        spread("read_seconds" if system == MEMORY else kind, found["seconds"], system=system, x=context)
+        for (kind, system, context), found in groups(raw.assign(kind=kinds), "kind", "system", "context")
     ]
+    for (context,), found in groups(raw.assign(kind=kinds), "context"):
+        seconds = found.pivot(index="round", columns=["kind", "system"], values="seconds")
+        prefill, step = (seconds[kind].dropna(how="all") for kind in ("prefill_seconds", "step_seconds"))
+        rows.append(spread("prefill_ratio", prefill[OURS] / prefill[THEIRS], system=f"{OURS} ÷ {THEIRS}", x=context))
+        rows.append(spread("step_over_reading", step[OURS] / step[MEMORY], system=OURS, x=context))
+    return rows

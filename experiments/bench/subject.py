@@ -11,6 +11,7 @@ from experiments.bench import drafts
 from specdec.backends.native import to_request
 from specdec.models.loading import LoadedModel, load_model
 from specdec.models.loading.checkpoint import find
+from specdec.models.loading.model import resolve_dtype
 from specdec.types import Request, SamplingParams
 from specdec.workloads import Workload
 
@@ -24,6 +25,7 @@ class Setting:
     workload: Workload
     draft: Path | None
     draft_tokens: int
+    dtypes: tuple[str, ...]
     scratch: Path
 
 
@@ -33,6 +35,10 @@ class Subject:
     def __init__(self, setting: Setting, dtype: str) -> None:
         self.setting = setting
         self.dtype = dtype
+
+    def of(self, dtype: str) -> Subject:
+        """The same in another dtype; this one in its own."""
+        return self if dtype == self.dtype else Subject(self.setting, dtype)
 
     @cached_property
     def target(self) -> LoadedModel:
@@ -75,5 +81,5 @@ class Subject:
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # for weights that load in a second
-        target = self.target.model
-        return AutoModelForCausalLM.from_pretrained(directory, dtype=target.dtype).to(target.device).eval()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=resolve_dtype(self.dtype))
+        return model.to(self.target.model.device).eval()

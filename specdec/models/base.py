@@ -52,6 +52,11 @@ class LanguageModel(ABC):
     def num_bytes(self) -> int:
         """Memory of the weights as they are held."""
 
+    @property
+    def bytes_per_forward(self) -> int:
+        """What a forward of few tokens must read of the weights: a table that is only looked up does not count."""
+        return self.num_bytes
+
     @abstractmethod
     def tables(self) -> Tables:
         """The embedding table and the output projection, in the model's dtype, on its device.

@@ -90,7 +90,17 @@ def _panels() -> list[_Panel]:
         _Panel("Whole requests", ("tokens_per_second",), partial(_dots, label="tokens per second")),
         _Panel("Where a step's time goes", tuple(f"{part}_share" for part in PARTS), _shares),
         _Panel("Forward by tokens", ("forward_seconds",), partial(_lines, label="ms", scale=1e3, x_label=tokens)),
+        _Panel(
+            "Forward after a long context",
+            ("long_forward_seconds",),
+            partial(_lines, label="ms", scale=1e3, x_label=tokens),
+        ),
         _Panel("Decode step", ("step_seconds",), partial(over_context, label="ms", scale=1e3)),
+        _Panel(
+            "Decode step over reading its bytes",
+            ("step_over_reading",),
+            partial(_lines, label="ratio", x_label=context, doubling=True),
+        ),
         _Panel("Verify step", ("verify_step_seconds",), partial(over_context, label="ms", scale=1e3)),
         _Panel("Prefill", ("prefill_seconds",), partial(over_context, label="s")),
         _Panel(
@@ -134,21 +144,23 @@ def _lines(
     x_label: str,
     scale: float = 1.0,
     logarithmic: bool = False,
+    doubling: bool = False,
     keyed: bool = False,
 ) -> None:
-    """A line with limits per system, arm and dtype. keyed: the panel names its own arms."""
+    """A line with limits per system, arm and dtype. doubling: x alone is logarithmic. keyed: its arms are named."""
     for (system, arm, dtype), points in rows.groupby(["system", "arm", "dtype"], sort=False):
         colour, (marker, line) = look.colour(str(system), str(arm)), look.marks[str(dtype)]
         x = points["x"].to_numpy(dtype=float)
         low, value, high = (scale * points[name].to_numpy(dtype=float) for name in ("low", "value", "high"))
         ax.plot(x, value, linestyle=line, marker=marker, color=colour, linewidth=1.2, markersize=4)
         ax.vlines(x, low, high, color=colour, linewidth=1.1)
-    if logarithmic:
+    if logarithmic or doubling:
         ax.set_xscale("log", base=2)
+        places = sorted(rows["x"].unique())
+        ax.set_xticks(places, [f"{x / 1024:.0f}k" if x >= 1000 else f"{x:g}" for x in places])
+    if logarithmic:
         ax.set_yscale("log")
         _label_log(ax.yaxis)
-        places = sorted(rows["x"].unique())
-        ax.set_xticks(places, [f"{x / 1024:.0f}k" if x >= 1024 else f"{x:g}" for x in places])
     else:
         ax.set_ylim(bottom=0)
     if keyed:

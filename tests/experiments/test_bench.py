@@ -25,11 +25,14 @@ from specdec.plots.bench import bench_figure
 from specdec.types import Request, StepRecord, Trace
 from tests.test_run_smoke import _prompts
 
-QUICK_PARTS = ["generation", "forwards", "contexts", "batches", "drafters", "rules"]
+QUICK_PARTS = ["generation", "forwards", "long_forwards", "contexts", "batches", "drafters", "rules"]
 LITTLE = Plan(
     max_new_tokens=8,
     generation=Limit(3),
     forwards=Limit(3),
+    dtypes=Limit(3),
+    long_context=64,
+    long_forwards=Limit(2),
     contexts=(64, 4096),
     prefills=Limit(1),
     steps=Limit(2),
@@ -124,6 +127,51 @@ def test_a_forward_is_compared_within_its_round() -> None:
     assert rows["relative_cost", 2]["high"] == pytest.approx(2.25)
     assert rows["forward_seconds", 1]["value"] == 2.0
     assert ("relative_cost", 1) not in rows
+
+
+def test_a_dtype_is_compared_with_float32_within_its_round() -> None:
+    seconds = {"float32": [2.0, 4.0, 8.0], "bfloat16": [1.0, 2.4, 4.0]}
+    table = pd.DataFrame(
+        [{"dtype": name, "round": r, "seconds": s} for name, all_ in seconds.items() for r, s in enumerate(all_)]
+    )
+    (row,) = forwards.summarise_dtypes(table)
+    assert (row["dtype"], row["measure"], row["value"]) == ("bfloat16", "dtype_cost", 0.5)
+
+
+def test_a_step_is_compared_with_reading_its_bytes_and_a_prefill_with_the_other_side() -> None:
+    cells = [("specdec", 64, 2.0), ("transformers", 64, 4.0), ("specdec", 1, 3.0), ("memory", 1, 2.0)]
+    table = pd.DataFrame(
+        [
+            {"system": system, "context": 64, "tokens": tokens, "round": number, "seconds": seconds * (number + 1)}
+            for number in range(3)
+            for system, tokens, seconds in cells
+        ]
+    )
+    rows = {row["measure"]: row for row in contexts.summarise(table)}
+    assert rows["prefill_ratio"]["value"] == 0.5
+    assert rows["step_over_reading"]["value"] == 1.5
+    assert rows["read_seconds"]["system"] == "memory"
+
+
+def test_batches_are_compared_with_one_sequence() -> None:
+    table = pd.DataFrame(
+        [
+            {"system": "specdec", "arm": "plain", "batch": size, "round": number, "num_tokens": 10 * size, "seconds": s}
+            for number in range(2)
+            for size, s in ((1, 1.0 + number), (4, 2.0 + 2 * number))
+        ]
+    )
+    rows = {(row["measure"], row["x"]): row["value"] for row in batches.summarise(table)}
+    assert rows["batch_speedup", 4] == 2.0
+    assert rows["batch_tokens_per_second", 1] == 7.5
+
+
+def test_several_dtypes_are_measured_side_by_side(arguments: list[str], tmp_path: Path) -> None:
+    both = [*arguments, "bfloat16", "--only", "dtypes", "--output", str(tmp_path)]
+    both.insert(both.index("float32") + 1, both.pop(both.index("bfloat16")))
+    assert bench.main(both) == 0
+    summary = bench.read(tmp_path / "quick" / "summary.csv")
+    assert list(zip(summary["measure"], summary["dtype"], strict=True)) == [("dtype_cost", "bfloat16")]
 
 
 def test_cost_of_drafting_is_per_token_and_per_plain_step() -> None:
@@ -256,6 +304,7 @@ def test_memory_is_measured_in_a_process_of_its_own(arguments: list[str], tmp_pa
     [
         (["--model", "nothing/here/at/all"], "there is no checkpoint directory"),
         (["--dtypes", "float7"], "dtype='float7' is unknown"),
+        (["--only", "dtypes"], "name both in --dtypes"),
         (["--draft-tokens", "0"], "it must be at least 1"),
         (["--device", "cuda:99"], "is not on this machine"),
         (["--draft", "nothing/here/at/all"], "there is no checkpoint directory nothing/here/at/all"),
@@ -281,8 +330,9 @@ def test_the_figure_says_what_it_shows(written: Path) -> None:
         assert fact in said
     titles = [ax.get_title(loc="left").split(",")[0] for ax in figure.axes if ax.axison]
     assert titles == [
-        "Whole requests", "Where a step's time goes", "Forward by tokens", "Decode step", "Verify step", "Prefill",
-        "Batches", "Cost of drafting", "Verification rules",
+        "Whole requests", "Where a step's time goes", "Forward by tokens", "Forward after a long context",
+        "Decode step", "Decode step over reading its bytes", "Verify step", "Prefill", "Batches", "Cost of drafting",
+        "Verification rules",
     ]  # fmt: skip
 
 

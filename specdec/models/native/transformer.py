@@ -95,8 +95,12 @@ class Transformer(LanguageModel):
     def num_bytes(self) -> int:
         """Memory of the weights as they are held; a tied head counts twice where it is packed."""
         one_table = self.config.tied_head and not packs(self.device, self.dtype)
-        tables = self.head.num_bytes + (0 if one_table else self.embedding.nbytes)
-        return tables + self.norm.num_bytes + sum(layer.num_bytes for layer in self.layers)
+        return self.bytes_per_forward + (0 if one_table else self.embedding.nbytes)
+
+    @property
+    def bytes_per_forward(self) -> int:
+        """See `LanguageModel.bytes_per_forward`: all but the embedding."""
+        return self.head.num_bytes + self.norm.num_bytes + sum(layer.num_bytes for layer in self.layers)
 
     @torch.inference_mode()
     def tables(self) -> Tables:
