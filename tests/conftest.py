@@ -38,15 +38,61 @@ _ATTENTION = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+_UNTIED = {"tie_word_embeddings": False}  # tied, a tiny random model says one token over and over
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", _ATTENTION),
     "qwen2": ("Qwen2Config", {**_ATTENTION, "use_sliding_window": False}),
     "qwen3": ("Qwen3Config", {**_ATTENTION, "head_dim": 8, "use_sliding_window": False}),
     "mistral": ("MistralConfig", {**_ATTENTION, "sliding_window": None}),
     "mistral_window": ("MistralConfig", {**_ATTENTION, "sliding_window": 6}),
-    "gemma2": ("Gemma2Config", {**_ATTENTION, "head_dim": 8, "sliding_window": 6}),
+    "gemma2": ("Gemma2Config", {**_ATTENTION, **_UNTIED, "head_dim": 8, "sliding_window": 6}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**_ATTENTION, **_UNTIED, "head_dim": 8, "sliding_window": 6, "sliding_window_pattern": 2},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**_ATTENTION, **_EXPERTS, "head_dim": 8, "sliding_window": 6, "rope_parameters": _ROPE},
+    ),
     "gpt2": ("GPT2Config", {"num_attention_heads": 4, "max_position_embeddings": 128}),
-    "mamba": ("MambaConfig", {"state_size": 4}),
+    "mamba": ("MambaConfig", {**_UNTIED, "state_size": 4}),
+    "jamba": (
+        "JambaConfig",
+        {**_ATTENTION, **_EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
+    ),
+    "lfm2": ("Lfm2Config", {**_ATTENTION, "layer_types": ["conv", "full_attention", "conv"]}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_ATTENTION,
+            **_EXPERTS,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+    "falcon_h1": (  # attention and recurrent state in one layer
+        "FalconH1Config",
+        {
+            **_ATTENTION,
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+        },
+    ),
+    "recurrent_gemma": (  # keeps its state outside the cache
+        "RecurrentGemmaConfig",
+        {"intermediate_size": 64, "num_attention_heads": 4, "lru_width": 32, "attention_window_size": 6},
+    ),
 }
 
 

@@ -256,9 +256,10 @@ def test_bfloat16_where_the_device_lacks_it(command: Command, monkeypatch: pytes
 def test_a_draft_that_cannot_roll_back_is_refused_when_the_engine_is_built(
     target: LoadedModel, tiny_checkpoint: Callable[..., Path]
 ) -> None:
-    recurrent = DraftModelDrafter(load_model(str(tiny_checkpoint("mamba"))))
-    with pytest.raises(UsageError, match=r"mamba-0.* cannot roll back rejected tokens \(LinearAttentionLayer\)"):
-        Engine(target.model, recurrent, RejectionVerifier(), FixedController(2), tokenizer=target.tokenizer)
+    stateful = DraftModelDrafter(load_model(str(tiny_checkpoint("recurrent_gemma"))))
+    message = r"recurrent_gemma-0.* cannot roll back rejected tokens \(RecurrentGemmaForCausalLM's recurrent state\)"
+    with pytest.raises(UsageError, match=message):
+        Engine(target.model, stateful, RejectionVerifier(), FixedController(2), tokenizer=target.tokenizer)
 
 
 def cut_short(content: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """A transformers cache behind this project's `Cache`, for models that run through `specdec.models.hf`.
 
 It is rectangular: all rows of a batch share one length, so it holds one sequence. It grows by concatenation; a
-rollback slices views and copies nothing.
+rollback slices views and copies nothing. Layers with recurrent state are in `specdec.cache.replaying`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,12 @@ from torch import Tensor
 from specdec.cache.base import Cache, CacheView
 from specdec.errors import UsageError
 
-_ROLLS_BACK = frozenset({"DynamicLayer", "DynamicIndexedLayer", "DummyLayer"})
-
-
-def layers_without_rollback(past: Any) -> tuple[str, ...]:
-    """Kinds of layers of a transformers cache that cannot forget their last entries, by class name.
-
-    Recurrent and linear-attention state has no entries, a sliding window has thrown away those it would need again,
-    and a quantised layer cannot be trimmed exactly. Anything unknown counts as unable.
-    """
-    return tuple(sorted({type(layer).__name__ for layer in past.layers} - _ROLLS_BACK))
-
 
 class DynamicView(CacheView):
     """The one sequence as the one row of a forward pass. `past` is the transformers cache the model writes to."""
 
     def __init__(self, cache: DynamicCache) -> None:
-        self._cache = cache
+        self.owner = cache
         self.slots = (0,)
         self.starts = cache.lengths
         self.past = cache.past
@@ -43,7 +32,7 @@ class DynamicView(CacheView):
 
     def advance(self, num_tokens: int) -> None:
         """See `CacheView.advance`."""
-        self._cache.grow(num_tokens)
+        self.owner.grow(num_tokens)
 
 
 class DynamicCache(Cache):
@@ -54,14 +43,25 @@ class DynamicCache(Cache):
     False, by name.
     """
 
+    _rolls_back = frozenset({"DynamicLayer", "DynamicIndexedLayer", "DummyLayer"})
+
     def __init__(self, make_past: Callable[[], Any], capacity: int, unable: Sequence[str] = ()) -> None:
         self._make_past = make_past
         self._length = 0
         self.past = make_past()
         self.num_slots = 1
         self.capacity = capacity
-        self.unable = layers_without_rollback(self.past) or tuple(unable)
+        self.unable = self.layers_without_rollback(self.past) or tuple(unable)
         self.can_rollback = not self.unable
+
+    @classmethod
+    def layers_without_rollback(cls, past: Any) -> tuple[str, ...]:
+        """Kinds of layers of a transformers cache that cannot forget their last entries, by class name.
+
+        A sliding window has thrown away those it would need again, and a quantised layer cannot be trimmed exactly.
+        Anything unknown counts as unable.
+        """
+        return tuple(sorted({type(layer).__name__ for layer in past.layers} - cls._rolls_back))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -71,6 +71,18 @@ class DynamicCache(Cache):
     def grow(self, num_tokens: int) -> None:
         """The model has appended this many entries to every layer."""
         self._length += num_tokens
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens that a rollback kept and left to be read again."""
+        return 0
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """What the model is to be fed for `tokens` [1, S] to follow: [1, R + S], first what is to be read again."""
+        return tokens
+
+    def settle(self) -> None:
+        """All that has been read stays: nothing more is kept for taking it back."""
 
     def view(self, slots: Sequence[int]) -> DynamicView:
         """See `Cache.view`; the only slot is 0."""
@@ -86,9 +98,13 @@ class DynamicCache(Cache):
                 raise UsageError(f"cannot roll back to {length} entries: the cache holds {self._length}")
             if surplus and self.unable:
                 raise UsageError(f"{', '.join(self.unable)} cannot roll back; decode this model without drafts")
-            if surplus:
-                self.past.crop(-surplus)  # newer transformers takes negative counts only
-                self._length = length
+            self._drop(surplus)
+            self._length = length
+
+    def _drop(self, surplus: int) -> None:
+        """Forget the last entries, or none."""
+        if surplus:
+            self.past.crop(-surplus)  # newer transformers takes negative counts only
 
     def _gather(self, slot: int, start: int, path: Sequence[int]) -> None:
         _check_slots([slot])
@@ -106,7 +122,7 @@ class DynamicCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """See `Cache.num_bytes`; what a recurrent layer keeps is not counted."""
+        """See `Cache.num_bytes`."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._entries())
 
     def _entries(self) -> list[tuple[Tensor, Tensor]]:

@@ -252,10 +252,10 @@ def test_requests_that_make_no_sense_are_refused_when_made(
 def test_a_model_that_cannot_roll_back_is_refused_when_the_engine_is_built(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
-    mamba = load_model(str(tiny_checkpoint("mamba")))
-    with pytest.raises(UsageError, match=r"cannot roll back rejected tokens \(LinearAttentionLayer\)"):
-        Engine(mamba.model, PromptLookupDrafter(), RejectionVerifier(), FixedController(2))
-    engine = Engine(mamba.model, NoDrafter(), RejectionVerifier(), FixedController(0))
+    stateful = load_model(str(tiny_checkpoint("recurrent_gemma")))
+    with pytest.raises(UsageError, match=r"cannot roll back rejected tokens \(RecurrentGemmaForCausalLM's recurrent"):
+        Engine(stateful.model, PromptLookupDrafter(), RejectionVerifier(), FixedController(2))
+    engine = Engine(stateful.model, NoDrafter(), RejectionVerifier(), FixedController(0))
     assert len(engine.generate([make_request("a", max_new_tokens=4)])[0].token_ids) == 4
 
 

@@ -13,11 +13,13 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from specdec.cache.dynamic import DynamicCache
+from specdec.cache.replaying import ReplayingCache
 from specdec.errors import UsageError
 from specdec.models.hf import HFModel
 from tests.conftest import PADDED_VOCAB_SIZE, make_model
 
 ROLLING_BACK = ["llama", "mistral_window", "gemma2", "gpt2"]
+RECURRENT = ["qwen3_next", "lfm2", "jamba", "mamba", "falcon_h1"]
 TOKENS = torch.arange(1, 21)[None] * 7 % PADDED_VOCAB_SIZE  # [1, 20], longer than every window in these models
 TOLERANCE = 1e-4
 
@@ -41,14 +43,13 @@ def run(model: HFModel, cache: DynamicCache, tokens: Tensor, **options: Any) -> 
     return model.forward(tokens, positions, cache.view([0]), **options).logits
 
 
-@pytest.mark.parametrize("kind", [*ROLLING_BACK, "mamba"])
+@pytest.mark.parametrize("kind", [*ROLLING_BACK, *RECURRENT])
 def test_pieces_give_the_logits_of_the_whole(adapter: Callable[[str], HFModel], kind: str) -> None:
     model = adapter(kind)
     with torch.no_grad():
         expected = make_model(kind)(TOKENS).logits
     cache = model.new_cache(1, 32)
-    sizes = [9, *[1] * 11] if kind == "mamba" else [9, 1, 4, 6]
-    pieces = torch.cat([run(model, cache, part) for part in TOKENS.split(sizes, dim=1)], dim=1)
+    pieces = torch.cat([run(model, cache, part) for part in TOKENS.split([9, 1, 4, 6], dim=1)], dim=1)
     assert cache.lengths == (20,)
     torch.testing.assert_close(pieces, expected, atol=TOLERANCE, rtol=0)
 
@@ -70,6 +71,56 @@ def test_any_appends_and_rollbacks_leave_no_trace(
     last = torch.tensor([[5]])
     fresh = run(model, model.new_cache(1, 64), torch.cat([kept, last], dim=1))[:, -1]
     torch.testing.assert_close(run(model, cache, last)[:, -1], fresh, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+@settings(max_examples=10, deadline=None)
+@given(steps=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=8))
+def test_state_is_put_back_and_goes_on_with_what_was_kept(
+    adapter: Callable[[str], HFModel], kind: str, steps: list[tuple[int, int]]
+) -> None:
+    """Logits and features of every forward, whatever the ones before it left to be read again."""
+    model, generator = adapter(kind), torch.Generator().manual_seed(0)
+    cache, kept = model.new_cache(1, 128), torch.empty(1, 0, dtype=torch.long)
+    for num_appended, num_removed in steps:
+        new = torch.randint(PADDED_VOCAB_SIZE, (1, num_appended), generator=generator)
+        places = torch.arange(kept.shape[1], kept.shape[1] + num_appended)[None]
+        found = model.forward(new, places, cache.view([0]), hidden_layers=(1, 3))
+        text = torch.cat([kept, new], dim=1)
+        whole = model.forward(
+            text, torch.arange(text.shape[1])[None], model.new_cache(1, 128).view([0]), hidden_layers=(1, 3)
+        )
+        assert found.hidden is not None
+        assert whole.hidden is not None
+        torch.testing.assert_close(found.logits, whole.logits[:, -num_appended:], atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(found.hidden, whole.hidden[:, -num_appended:], atol=TOLERANCE, rtol=TOLERANCE)
+        kept = text[:, : text.shape[1] - min(num_removed, num_appended)]
+        cache.rollback([0], [kept.shape[1]])
+        assert cache.lengths == (kept.shape[1],)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("qwen3_next", 21), ("jamba", 6)])  # Jamba reads its draft one by one
+def test_what_is_read_again_is_bounded(
+    adapter: Callable[[str], HFModel], monkeypatch: pytest.MonkeyPatch, kind: str, most: int
+) -> None:
+    model, kept, fed = adapter(kind), TOKENS[:, :4], []
+    read = ReplayingCache.read
+
+    def watched(cache: ReplayingCache, tokens: Tensor) -> Tensor:
+        fed.append(read(cache, tokens))
+        return fed[-1]
+
+    monkeypatch.setattr(ReplayingCache, "read", watched)
+    cache = model.new_cache(1, 128)
+    run(model, cache, kept)
+    cache.rollback([0], [4])
+    for _ in range(10):  # three of six are accepted
+        run(model, cache, TOKENS[:, :6])
+        cache.rollback([0], [cache.lengths[0] - 3])
+        kept = torch.cat([kept, TOKENS[:, :3]], dim=1)
+    assert max(tokens.shape[1] for tokens in fed) == most
+    fresh = run(model, model.new_cache(1, 128), torch.cat([kept, TOKENS[:, :1]], dim=1))
+    torch.testing.assert_close(run(model, cache, TOKENS[:, :1])[:, -1], fresh[:, -1], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -117,16 +168,23 @@ def test_hidden_features_are_the_residual_stream(adapter: Callable[[str], HFMode
     torch.testing.assert_close(final_norm(output.hidden[:, :, 0]), theirs[3], atol=TOLERANCE, rtol=0)
 
 
-def test_recurrent_state_is_said_at_construction_and_not_rolled_back(adapter: Callable[[str], HFModel]) -> None:
-    model = adapter("mamba")
+def test_recurrent_state_goes_back_to_what_was_kept_last_and_no_further(adapter: Callable[[str], HFModel]) -> None:
+    model = adapter("qwen3_next")
     cache = model.new_cache(1, 32)
-    assert not cache.can_rollback
+    assert cache.can_rollback
     assert not model.supports_trees
-    assert any("cannot roll back" in sentence and "LinearAttentionLayer" in sentence for sentence in model.limitations)
     run(model, cache, TOKENS[:, :4])
-    cache.rollback([0], [4])  # nothing to forget
-    with pytest.raises(UsageError, match="LinearAttentionLayer cannot roll back"):
+    cache.rollback([0], [4])
+    run(model, cache, TOKENS[:, :2])
+    with pytest.raises(UsageError, match=r"cannot roll back 3 entries: .* the last rollback left it, 2 entries ago"):
         cache.rollback([0], [3])
+    cache.free(0)
+    assert (cache.lengths, cache.num_unread, cache.num_bytes) == ((0,), 0, 0)
+
+
+def test_what_makes_drafts_slow_is_said_at_construction(adapter: Callable[[str], HFModel]) -> None:
+    slow = {kind: [said for said in adapter(kind).limitations if "one token at a time" in said] for kind in RECURRENT}
+    assert [kind for kind, said in slow.items() if said] == ["jamba", "mamba"]
 
 
 def test_a_quantised_cache_is_named() -> None:
