@@ -47,10 +47,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {**_ATTENTION, "head_dim": 8, "use_sliding_window": False}),
     "mistral": ("MistralConfig", {**_ATTENTION, "sliding_window": None}),
     "mistral_window": ("MistralConfig", {**_ATTENTION, "sliding_window": 6}),
-    "gemma2": ("Gemma2Config", {**_ATTENTION, **_UNTIED, "head_dim": 8, "sliding_window": 6}),
+    "gemma2": ("Gemma2Config", {**_ATTENTION, **_UNTIED, "head_dim": 16, "sliding_window": 6}),
     "gemma3": (
         "Gemma3TextConfig",
-        {**_ATTENTION, **_UNTIED, "head_dim": 8, "sliding_window": 6, "sliding_window_pattern": 2},
+        {**_ATTENTION, **_UNTIED, "head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},
     ),
     "gpt_oss": (
         "GptOssConfig",

@@ -9,6 +9,8 @@ Ending a sequence
     test_pitfalls::test_no_more_is_drafted_than_may_be_emitted_less_one
 - lookup crashes when the model has no EOS at all
     test_pitfalls::test_lookup_without_any_eos_decodes_to_the_limit
+- a prompt of one token three times: lookup drafts from the overlap, and its one wrong token is kept
+    test_pitfalls::test_a_prompt_of_one_token_three_times_and_a_wrong_draft_of_one
 - a stop string inside a block, or astride two: text trimmed, ids and log-probabilities not
     decoding/test_engine::test_a_stop_string_is_cut_from_text_tokens_and_records_alike
     decoding/test_stopping::test_a_stop_string_that_straddles_tokens_and_blocks_is_cut_from_text_and_tokens
@@ -49,7 +51,10 @@ Cache and batch
 - sliding windows: once passed, nothing is rolled back
     test_pitfalls::test_a_sliding_window_long_passed_still_rolls_back
     models/test_hf::test_any_appends_and_rollbacks_leave_no_trace
-- recurrent models: rejected drafts stay in the state
+- recurrent and hybrid models: rejected drafts stay in the state
+    models/test_architectures::test_plain_and_drafted_tokens_are_transformers_own
+    models/test_architectures::test_drafts_are_transformers_own_tokens
+    models/test_hf::test_state_is_put_back_and_goes_on_with_what_was_kept
     decoding/test_engine::test_a_model_that_cannot_roll_back_is_refused_when_the_engine_is_built
     test_bad_input::test_a_draft_that_cannot_roll_back_is_refused_when_the_engine_is_built
 - a draft model with a shorter context crashes at its end
@@ -201,11 +206,34 @@ def test_no_more_is_drafted_than_may_be_emitted_less_one(target: LoadedModel, li
     assert drafter.limits == [limit - count - 1 for count in emitted if limit - count > 1]
 
 
+class Insisting(PromptLookupDrafter):
+    """Lookup over the prompt alone, so that a text that has left the prompt's one token is drafted wrong."""
+
+    def propose(self, context: DraftContext, *rest: Any) -> Draft:
+        prompts = tuple(tokens[:count] for tokens, count in zip(context.tokens, context.num_prompt, strict=True))
+        return super().propose(replace(context, tokens=prompts), *rest)
+
+
 def test_lookup_without_any_eos_decodes_to_the_limit(target: LoadedModel) -> None:
     request = Request("a", (5, 6, 7, 8, 9, 10, 11, 7, 8), max_new_tokens=20, eos_ids=frozenset())
     (trace,) = engine(target, PromptLookupDrafter(), gamma=8).generate([request])
     assert len(trace.token_ids) == 20
     assert trace.token_ids == engine(target).generate([request])[0].token_ids
+
+
+@pytest.mark.parametrize("implementation", ["native", "hf"])
+def test_a_prompt_of_one_token_three_times_and_a_wrong_draft_of_one(
+    tiny_checkpoint: Callable[..., Path], implementation: str
+) -> None:
+    loaded = load_model(str(tiny_checkpoint("llama")), implementation=implementation)
+    request = Request("a", (1, 1, 1), max_new_tokens=20)
+    (found,) = engine(loaded, Insisting(), gamma=1).generate([request])
+    (plain,) = engine(loaded).generate([request])
+    assert found.token_ids == plain.token_ids
+    first = found.steps[1]
+    assert (first.num_drafted, first.num_examined, first.num_accepted) == (1, 1, 0)
+    (looked_up,) = engine(loaded, PromptLookupDrafter(), gamma=1).generate([request])
+    assert looked_up.token_ids == plain.token_ids
 
 
 # --- The distribution -------------------------------------------------------------------------------------------------
