@@ -154,7 +154,7 @@ def joined(new: pd.DataFrame, path: Path) -> pd.DataFrame:
     old = read(path)
     machine = ["model", "draft", "hardware"]
     same = (old[machine] == new[machine].iloc[0]).all(axis=1)
-    replaced = (old["part"] == new["part"].iloc[0]) & old["dtype"].isin(new["dtype"])
+    replaced = old["part"].eq(new["part"].iloc[0]) & old["dtype"].isin(new["dtype"])
     both = pd.concat([old[same & ~replaced], new], ignore_index=True)
     return both.sort_values("part", key=lambda names: names.map(list(PARTS).index), kind="stable", ignore_index=True)
 

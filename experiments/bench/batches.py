@@ -81,7 +81,7 @@ def summarise(raw: pd.DataFrame) -> list[Row]:
         rates = found.assign(rate=found["num_tokens"] / found["seconds"]).pivot(
             index="round", columns="batch", values="rate"
         )
-        labels = {"system": system, "arm": arm}
-        rows += [spread("batch_tokens_per_second", rates[size], **labels, x=int(size)) for size in rates]
-        rows += [spread("batch_speedup", rates[size] / rates[1], **labels, x=int(size)) for size in rates if size > 1]
+        labels, sizes = {"system": system, "arm": arm}, sorted(found["batch"].unique().tolist())
+        rows += [spread("batch_tokens_per_second", rates[size], **labels, x=size) for size in sizes]
+        rows += [spread("batch_speedup", rates[size] / rates[1], **labels, x=size) for size in sizes if size > 1]
     return rows

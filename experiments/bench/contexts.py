@@ -6,7 +6,7 @@ to reading as many bytes, at the rate at which this machine reads a buffer of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import pandas as pd
@@ -58,11 +58,13 @@ def _time(cells: Mapping[str, _Cell], length: int, plan: Plan, label: str) -> li
             note(system, length, number, cells[system].prefill())
     for cell in cells.values():
         cell.step(VERIFY)  # untimed
-    work = [(system, tokens, partial(cell.step, tokens)) for tokens in (STEP, VERIFY) for system, cell in cells.items()]
-    work.append((MEMORY, STEP, _Reader(cells[OURS].bytes_per_step, cells[OURS].device).read))
+    work: dict[tuple[str, int], Callable[[], float]] = {
+        (system, tokens): partial(cell.step, tokens) for tokens in (STEP, VERIFY) for system, cell in cells.items()
+    }
+    work[MEMORY, STEP] = _Reader(cells[OURS].bytes_per_step, cells[OURS].device).read
     for number in rounds(plan.steps, f"{label}, steps"):
-        for system, tokens, seconds in rotated(work, number):
-            note(system, tokens, number, seconds())
+        for system, tokens in rotated(list(work), number):
+            note(system, tokens, number, work[system, tokens]())
     return records
 
 

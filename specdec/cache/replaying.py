@@ -31,6 +31,8 @@ class ReplayingCache(DynamicCache):
     """Rolls back as far as to where the last `rollback` or `keep` left it: what was kept then, stays."""
 
     _rolls_back = DynamicCache._rolls_back | _RECURRENT
+    _saved: list[dict[str, Any]] | None  # the layers as they were before `_appended` was read
+    _appended: Tensor  # [1, N]; where nothing is saved, still to be read
 
     def __init__(self, make_past: Callable[[], Any], capacity: int, unable: Sequence[str] = ()) -> None:
         super().__init__(make_past, capacity, unable)
@@ -51,8 +53,8 @@ class ReplayingCache(DynamicCache):
 
     def settle(self) -> None:
         """See `DynamicCache.settle`."""
-        self._saved: list[dict[str, Any]] | None = None  # the layers as they were before `_appended` was read
-        self._appended = torch.empty(1, 0, dtype=torch.long)  # [1, N]; where nothing is saved, still to be read
+        self._saved = None
+        self._appended = torch.empty(1, 0, dtype=torch.long)
 
     def free(self, slot: int) -> None:
         """See `Cache.free`."""

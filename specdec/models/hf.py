@@ -128,7 +128,7 @@ class HFModel(LanguageModel):
         size = tokens.shape[1] if self._reads_several or not view.starts[0] else 1
         if wanted is not None and self._takes_logits_to_keep and size == tokens.shape[1]:
             inputs["logits_to_keep"], wanted = wanted, None
-        pieces = zip(tokens.split(size, dim=1), positions.split(size, dim=1), strict=True)
+        pieces = zip(torch.split(tokens, size, dim=1), torch.split(positions, size, dim=1), strict=True)
         parts = [self._call(view.past, *piece, hidden_layers, inputs) for piece in pieces]
         logits = _joined([part.logits for part in parts])
         hidden = _joined([part.hidden for part in parts if part.hidden is not None]) if hidden_layers else None
