@@ -26,7 +26,7 @@ _HOME = {
     "Chunk": "types",
     "Draft": "types",
     "DraftModelDrafter": "drafters.draft_model",
-    "Engine": "engine",
+    "Engine": "decoding.engine",
     "FixedController": "controllers.fixed",
     "ModelError": "errors",
     "NativeBackend": "backends.native",
