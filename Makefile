@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup test lint sweep reference figures bench clean
+.PHONY: help setup test lint package sweep reference figures bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,9 @@ lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+package: setup ## wheel and sdist: build, install into a clean environment, run the README's lines
+	$(BIN)/python .ci/package.py
 
 sweep: setup ## the throughput-vs-entropy sweep in five to fifteen minutes; figures under results/quick/figures
 	$(BIN)/python -m experiments.sweep experiment=quick
