@@ -1,7 +1,7 @@
-"""Is this setup lossless? python -m experiments.audit [target=...] [drafter=...] [verifier=...] [key=value ...]
+"""Checks whether a setup is lossless: python -m experiments.audit [drafter=...] [verifier=...] [key=value ...]
 
-Prints a table of findings, writes them to results/<name>/audit.json, and exits with 0 where nothing is lost, 1 for a
-fault, 3 where the rule declares itself lossy, 2 for what cannot be audited.
+Prints a table of findings and writes them to results/<name>/audit.json. Exits with 0 if nothing is lost, with 1 for a
+fault, with 3 if the rule declares itself lossy, and with 2 if the setup cannot be audited.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Train a draft for a target on the target's own output: python -m experiments.distill [drafter=eagle|draft_model]
+"""Trains a draft on the target's own output: python -m experiments.distill [drafter=eagle|draft_model]
 
-Harvests the target's continuations of training prompts, trains, measures alpha on held-out prompts on the way, and
-leaves a draft that `drafter=eagle drafter.checkpoint=FOLDER/draft` (or drafter=distilled) decodes with. Interrupted,
-the same command goes on where it stopped.
+Lets the target continue training prompts, trains on what it wrote, and measures alpha on held-out prompts on the way.
+The draft is then used with `drafter=eagle drafter.checkpoint=FOLDER/draft` (or drafter=distilled). After an
+interruption the same command continues.
 """
 
 from __future__ import annotations

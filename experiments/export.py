@@ -1,7 +1,8 @@
-"""A trained draft model as a standalone checkpoint: python -m experiments.export DRAFT FOLDER
+"""Writes a trained draft model as a standalone checkpoint: python -m experiments.export DRAFT FOLDER
 
 DRAFT is the name of a draft that ships with specdec, or a folder that `python -m experiments.distill` has written.
-transformers loads what comes out as `assistant_model` of `generate`, this toolkit as a draft model's folder.
+transformers loads the checkpoint as `assistant_model` of `generate`, this toolkit with `drafter=draft_model
+drafter.model=FOLDER`.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m experiments.export", description=(__doc__ or "").split(":")[0])
-    parser.add_argument("draft", help="a shipped draft's name, or a folder")
-    parser.add_argument("folder", type=Path, help="where the checkpoint goes; empty, or not there yet")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("draft", help="the name of a shipped draft, or a folder")
+    parser.add_argument("folder", type=Path, help="where the checkpoint goes; must be empty or not exist yet")
     parser.add_argument("--target", help="where the target is now (default: the name it was trained under)")
-    parser.add_argument("--revision", help="of a target on the hub")
-    parser.add_argument("--dtype", help="of the weights (default: that of the target's files)")
-    parser.add_argument("--any-revision", action="store_true", help="also for a target with other weights")
+    parser.add_argument("--revision", help="revision of a target on the hub")
+    parser.add_argument("--dtype", help="dtype of the weights (default: that of the target's files)")
+    parser.add_argument("--any-revision", action="store_true", help="accept a target with other weights")
     return parser.parse_args(arguments)
 
 

@@ -1,7 +1,7 @@
-"""Coefficients for `controller=survival` from recorded runs: python -m experiments.fit_survival results/NAME [options]
+"""Fits `controller=survival` to recorded runs: python -m experiments.fit_survival results/NAME [options]
 
 Every examined draft token of the chosen runs counts once: its draft probability, its position, whether it was kept.
-Runs at temperature 0 and lookup drafters are left out, for their recorded draft probabilities are all 1.
+Runs at temperature 0 and lookup drafters are left out, because their recorded draft probabilities are all 1.
 """
 
 from __future__ import annotations
@@ -50,10 +50,14 @@ def fit(folder: Path, arms: Sequence[str] = ()) -> SurvivalModel:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.fit_survival", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.fit_survival",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("folder", type=Path, help="an experiment's folder, results/NAME")
-    parser.add_argument("--arm", action="append", default=[], help="fit on this arm; may be given several times")
-    parser.add_argument("--output", type=Path, help="where to write; default: survival.json in the folder")
+    parser.add_argument("--arm", action="append", default=[], help="fit on this arm alone; may be given several times")
+    parser.add_argument("--output", type=Path, help="where to write (default: survival.json in the folder)")
     options = parser.parse_args(arguments)
     output = options.output or options.folder / "survival.json"
     try:

@@ -1,7 +1,7 @@
-"""From the finished runs of an experiment to its tables and figures: `python -m experiments.report results/NAME`.
+"""Makes tables and figures from the finished runs of an experiment: python -m experiments.report results/NAME
 
-Reads files only, so it works on a sweep that was interrupted, and again on the tables alone. Exits with 1 where a row
-says `fault`, with 2 where there is nothing to report.
+It reads files only, so it also works on a sweep that was interrupted. With --figures-only it needs no runs, only the
+tables. Exits with 1 if a row says `fault`, and with 2 if there is nothing to report.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ def report(folder: Path, figures_only: bool = False) -> pd.DataFrame:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="an experiment's folder, results/NAME")
-    parser.add_argument("--figures-only", action="store_true", help="draw again from the committed tables")
+    parser.add_argument("--figures-only", action="store_true", help="draw again from the tables that are there")
     options = parser.parse_args(arguments)
     try:
         summary = report(options.folder, options.figures_only)

@@ -1,7 +1,7 @@
-"""One run, or with -m a sweep of runs: python -m experiments.sweep [-m] [experiment=...] [key=value ...]
+"""Decodes one run, or with -m a sweep of runs: python -m experiments.sweep [-m] [experiment=...] [key=value ...]
 
-A run decodes one workload at one temperature with plain decoding and every other arm, interleaved prompt by prompt,
-and leaves raw traces and metadata under results/<name>/runs/<run id>/. A run that is there already is skipped.
+A run decodes one workload at one temperature with plain decoding and every other arm, which take turns prompt by
+prompt. It leaves raw traces and metadata under results/<name>/runs/<run id>/. A run that is there already is skipped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The native engine against transformers' own generate, and where its time goes: python -m experiments.bench [--quick]
+"""Compares this engine with transformers' generate, and shows where time goes: python -m experiments.bench [--quick]
 
-Greedy, the same prompts and limits, everything interleaved in one process, so that whatever else the machine does
-falls on all alike. Writes raw times, a summary, a Markdown table and a figure under results/bench/ (with --quick:
-results/bench/quick/). Needs no Hydra.
+Decoding is greedy, with the same prompts and limits on both sides. Everything takes turns in one process, so that
+whatever else the machine does affects all alike. Writes raw times, a summary, a Markdown table and a figure under
+results/bench/ (with --quick under results/bench/quick/).
 """
 
 from __future__ import annotations
@@ -81,18 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="little of everything: under two minutes, not twenty")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="measure a little of everything: two minutes, not twenty")
     named = f"of {', '.join(PARTS)}; rows of the others stay"
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=named)
-    parser.add_argument("--model", default="smollm2-135m", help="an embedded model or a local directory")
-    parser.add_argument("--draft", type=Path, metavar="DIR", help="draft model's checkpoint, instead of the default")
-    parser.add_argument("--draft-tokens", type=int, default=4, help="gamma of the draft model on both sides")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... or auto")
-    parser.add_argument("--workload", default="code_edit", help="prompts: a shipped workload or a JSONL file")
-    parser.add_argument("--output", type=Path, default=Path("results/bench"))
-    parser.add_argument("--figures-only", action="store_true", help="table and figure again, from summary.csv")
+    parser.add_argument("--model", default="smollm2-135m", help="embedded model or directory (default: %(default)s)")
+    parser.add_argument("--draft", type=Path, metavar="DIR", help="a checkpoint instead of the draft model that ships")
+    parser.add_argument("--draft-tokens", type=int, default=4, help="the draft model's gamma (default: %(default)s)")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="default: float32 bfloat16")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... or auto (default: %(default)s)")
+    parser.add_argument("--workload", default="code_edit", help="a shipped one, or JSONL (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("results/bench"), help="default: %(default)s")
+    parser.add_argument("--figures-only", action="store_true", help="draw table and figure again from summary.csv")
     parser.add_argument("--share-device", action="store_true", help="allow another timed run at the same time")
     return parser.parse_args(arguments)
 

@@ -1,8 +1,7 @@
-"""Is this machine fit to run? python -m specdec.doctor: a line for each thing, and the way out where it is wrong.
+"""Checks whether this machine is fit to run: python -m specdec.doctor
 
-A check is a function of plain values, so that any machine can be described to it; a section gathers the values of this
-one and imports what it needs itself, so that a broken package costs its section and no other. Nothing is fetched, and
-nothing is left behind but the kernels, which are built where they are not yet. Exits with 1 where a line says `fail`.
+Prints one line for each thing it checks, with the way out if something is wrong. It fetches nothing, and writes nothing
+but the CPU kernels, which it builds if they are missing. Exits with 1 if a line says `fail`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,12 @@ from specdec.doctor.places import ROOM_BYTES, caches, place
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m specdec.doctor", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("results"), help="the folder runs will be written to")
+    parser = argparse.ArgumentParser(
+        prog="python -m specdec.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), help="where runs will go (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
 
     def outputs() -> Iterator[Finding]:

@@ -1,4 +1,8 @@
-"""What the doctor says: a line for each thing that was looked at."""
+"""What the doctor says: a line for each thing that it checks.
+
+A check is a function of plain values, so that any machine can be described to it. A section gathers the values of this
+machine, and imports what it needs itself: a broken package spoils its own section and no other.
+"""
 
 from __future__ import annotations
 
