@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from specdec.drafters.oracle import OracleDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.measurement.lossless import TIE_TOLERANCE, Outcome, compare_all, exact_logits, first_difference
 from specdec.models.base import LanguageModel
-from specdec.models.loading import LoadedModel, load_model
+from specdec.models.loading import LoadedModel
 from specdec.models.native.transformer import Transformer, TransformerConfig
 from specdec.sampling.distributions import probabilities
 from specdec.sampling.uniforms import Purpose, Uniforms
@@ -41,11 +39,6 @@ from tests.fakes import SpoilingController, StoppingController, make_request
 
 REQUESTS = [make_request("a", 9), make_request("b", 30), make_request("c", 3, max_new_tokens=40)]
 CONTROLLERS = [FixedController(1), FixedController(4), FixedController(9), SpoilingController(), StoppingController()]
-
-
-@pytest.fixture(scope="module")
-def other(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama", seed=1)), implementation="native")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.drafters.suffix import SuffixDrafter, SuffixTreeDrafter
 from specdec.errors import UsageError
 from specdec.models.base import LanguageModel
-from specdec.models.loading import LoadedModel, load_model
+from specdec.models.loading import LoadedModel
 from specdec.models.native.transformer import Transformer, TransformerConfig
 from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, Request, SamplingParams, Trace, Verdict
@@ -50,11 +50,6 @@ REQUESTS = [
     make_request("ends early", 17, max_new_tokens=9),
 ]
 MakePart = Callable[[], Drafter]
-
-
-@pytest.fixture(scope="module")
-def other(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama", seed=1)), implementation="native")
 
 
 @pytest.fixture(scope="module")
