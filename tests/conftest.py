@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdec.models.loading import LoadedModel, load_model
@@ -93,6 +94,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"intermediate_size": 64, "num_attention_heads": 4, "lru_width": 32, "attention_window_size": 6},
     ),
 }
+
+
+# The same cases in every run, on a slow machine too; SPECDEC_FUZZ looks for new ones.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
 
 
 def pytest_configure() -> None:

@@ -139,8 +139,8 @@ def test_a_plug_in_is_found_from_anywhere_by_its_config_dir(
 
 
 def test_a_module_that_cannot_be_imported_is_named(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    settings = [f"target.model={tiny_checkpoint('llama')}", "target.device=cpu", "share_device=true"]
-    done = python("-m", "experiments.sweep", "drafter._target_=nowhere.Drafter", *settings, folder=tmp_path)
-    assert done.returncode != 0
+    settings = [f"target.model={tiny_checkpoint('llama')}", "target.device=cpu", f"results_dir={tmp_path}"]
+    done = run(sweep.main, "drafter._target_=nowhere.Drafter", "share_device=true", *settings)
+    assert done.status != 0
     assert "error: nowhere.Drafter cannot be imported" in done.stderr
     assert "--config-dir or PYTHONPATH" in done.stderr

@@ -87,7 +87,7 @@ GREEDY: list[Pair] = [
     *((drafting, rule) for drafting in ("tree", "suffix_tree") for rule in (*TREE_RULES, "greedy_tree")),
 ]
 _ASKED = os.environ.get("SPECDEC_FUZZ")
-PROFILE = settings(max_examples=int(_ASKED or 40), deadline=None, derandomize=_ASKED is None, database=None)
+PROFILE = settings(max_examples=int(_ASKED or 40), derandomize=_ASKED is None)
 
 
 class Letters(Tokenizer):

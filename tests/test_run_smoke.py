@@ -157,6 +157,7 @@ def test_another_timed_run_on_the_same_cores_is_refused(settings: list[str]) -> 
         run(config, CHOICES)
 
 
+@pytest.mark.slow
 def test_a_multirun_reports_when_it_ends(settings: list[str], tmp_path: Path) -> None:
     done = command("-m", *settings, "sampling.temperature=0,1", "name=both")
     assert done.returncode == 0, done.stderr

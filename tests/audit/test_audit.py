@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from experiments.audit import main
-from specdec.audit import Answer, Audit, Plan, audit
+from specdec.audit import Answer, Audit, Finding, Plan, audit
 from specdec.audit.two_sample import Continuation, coded, homogeneity_test, smallest_detectable, total_variation
 from specdec.controllers.fixed import FixedController
 from specdec.drafters.base import Drafter
@@ -42,6 +42,13 @@ def draft() -> Drafter:
 
 def asked(verifier: Verifier, make: Callable[[], Drafter] = draft, plan: Plan = PLAN) -> Audit:
     return audit(tiny_target(), make, verifier, FixedController(2), REQUESTS, plan=plan)
+
+
+@pytest.fixture
+def without_kits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asks of the setup alone: the kits have tests of their own, and take a second each."""
+    for question in ("rule", "drafter"):
+        monkeypatch.setattr(f"specdec.audit.questions.{question}", lambda _: Finding("kit", Answer.LOSSLESS, ""))
 
 
 def answers(found: Audit) -> dict[str, Answer]:
@@ -74,6 +81,7 @@ def test_a_wrong_rule_is_a_fault(mutant: type[Verifier]) -> None:
     assert found.exit_status == 1
 
 
+@pytest.mark.usefixtures("without_kits")
 def test_what_a_setup_samples_is_tested_in_the_setup_itself() -> None:
     found = asked(AcceptsEverything())
     assert answers(found)["sampled output"] is Answer.FAULT
@@ -95,6 +103,7 @@ def test_a_drafter_that_lies_about_its_probabilities_is_a_fault() -> None:
     assert found.exit_status == 1
 
 
+@pytest.mark.usefixtures("without_kits")
 def test_a_drafter_that_breaks_its_contract_is_a_fault_and_no_crash() -> None:
     found = asked(RejectionVerifier(), DeclaresHalf)
     assert answers(found)["sampled output"] is Answer.FAULT
@@ -113,6 +122,7 @@ def test_a_lossy_rule_is_declared_and_its_loss_measured(verifier: Verifier) -> N
     assert answers(found)["verification rule"] is Answer.LOSSY
 
 
+@pytest.mark.usefixtures("without_kits")
 def test_what_cannot_be_asked_says_why() -> None:
     found = asked(GreedyVerifier())
     assert answers(found)["sampled output"] is Answer.NOT_ASKED

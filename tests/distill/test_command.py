@@ -66,6 +66,7 @@ def test_from_prompts_to_a_draft_and_again(target: Path, tmp_path: Path, drafter
     assert pd.read_csv(folder / "loss.csv")["step"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_no_prompts_is_one_sentence(target: Path, tmp_path: Path) -> None:
     asked = arguments(tmp_path / "run", target, "harvest.num_prompts=0", "evaluation.num_prompts=0")
     command = [sys.executable, "-m", "experiments.distill", *asked]

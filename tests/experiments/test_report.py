@@ -36,35 +36,46 @@ def write_runs(folder, lossless="equal", **changes):
         results.write_run(folder, metadata, frames)
 
 
+def draw_nothing(patch):
+    """Drawing takes seconds."""
+    patch.setattr("experiments.report.figures", lambda *tables: {})
+
+
 @pytest.fixture(scope="module")
-def drawn(tmp_path_factory):
-    """Runs with their report, figures and all, which takes seconds. Do not write to it."""
+def reported(tmp_path_factory):
+    """Runs with their report, but for the figures. Do not write to it."""
     folder = tmp_path_factory.mktemp("runs")
     write_runs(folder)
-    report(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        draw_nothing(patch)
+        report(folder)
     return folder
 
 
 @pytest.fixture
-def folder(drawn, tmp_path, undrawn):
-    """A copy of it, where reports draw nothing."""
-    return Path(shutil.copytree(drawn, tmp_path / "runs"))
+def undrawn(monkeypatch):
+    draw_nothing(monkeypatch)
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    monkeypatch.setattr("experiments.report.figures", lambda *tables: {})
+def folder(reported, tmp_path, undrawn):
+    """A copy of it, where reports draw nothing."""
+    return Path(shutil.copytree(reported, tmp_path / "runs"))
 
 
-def test_tables_and_figures_are_written_and_always_the_same(drawn, tmp_path):
-    tables = {"summary.csv": SUMMARY_COLUMNS, "positions.csv": POSITION_COLUMNS}
-    for name, columns in tables.items():
-        assert list(pd.read_csv(drawn / name).columns) == [column.name for column in columns]
-        shutil.copy(drawn / name, tmp_path)
-    assert len(report(tmp_path, figures_only=True)) == 9
+def test_tables_have_the_documented_columns(reported):
+    for name, columns in {"summary.csv": SUMMARY_COLUMNS, "positions.csv": POSITION_COLUMNS}.items():
+        assert list(pd.read_csv(reported / name).columns) == [column.name for column in columns]
+
+
+@pytest.mark.slow
+def test_figures_are_always_the_same(reported, tmp_path):
+    once, again = (Path(shutil.copytree(reported, tmp_path / name)) for name in ("once", "again"))
+    for folder in (once, again):
+        assert len(report(folder, figures_only=True)) == 9
     names = ["throughput_vs_entropy", "acceptance_vs_entropy", "acceptance_by_position", "latency_p99", "step_time"]
-    assert pictures(drawn).keys() == {f"{name}.{end}" for name in names for end in ("png", "svg")}
-    assert pictures(drawn) == pictures(tmp_path)
+    assert pictures(once).keys() == {f"{name}.{end}" for name in names for end in ("png", "svg")}
+    assert pictures(once) == pictures(again)
 
 
 def pictures(folder):
@@ -78,8 +89,8 @@ def test_the_same_runs_give_the_same_tables(folder):
     assert [path.read_bytes() for path in paths] == first
 
 
-def test_unbounded_is_inf_and_null_is_empty(drawn):
-    header, *rows = (drawn / "summary.csv").read_text().splitlines()
+def test_unbounded_is_inf_and_null_is_empty(reported):
+    header, *rows = (reported / "summary.csv").read_text().splitlines()
     row = next(row for row in rows if ",plain," in row)
     cells = dict(
         zip(header.split(","), row.replace('"Imaginary CPU, 2 cores, 2 threads"', "machine").split(","), strict=True)
