@@ -141,8 +141,9 @@ def settings(files: Path, tiny_checkpoint: Callable[..., Path]) -> list[str]:
 
 
 @pytest.fixture
-def command(settings: list[str]) -> Command:
-    """`python -m experiments.sweep`, in this process."""
+def command(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`python -m experiments.sweep`, in this process, without figures."""
+    monkeypatch.setattr("experiments.report.figures", lambda *tables: {})
 
     def on_the_tiny_model(*overrides: str) -> tuple[int, str]:
         ran = run(sweep.main, *settings, *overrides)

@@ -326,6 +326,7 @@ def check_drafts(case: Case, found: list[Trace], drafter: Drafter) -> None:
         assert not any(record.kind is TokenKind.REJECTED for trace in found for record in trace.tokens)
 
 
+@pytest.mark.slow
 @PROFILE
 @given(cases(SAMPLED, greedy=False))
 def test_sampled_output_is_the_same_alone_batched_and_again(case: Case) -> None:

@@ -287,6 +287,7 @@ def test_rows_of_another_model_do_not_stay(written: Path) -> None:
     assert set(bench.joined(new, written / "summary.csv")["model"]) == {"another"}
 
 
+@pytest.mark.slow
 def test_table_and_figure_come_from_the_summary_alone(written: Path) -> None:
     table = (written / "table.md").read_text()
     (written / "table.md").unlink()
@@ -294,6 +295,7 @@ def test_table_and_figure_come_from_the_summary_alone(written: Path) -> None:
     assert (written / "table.md").read_text() == table
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_a_process_of_its_own(arguments: list[str], tmp_path: Path) -> None:
     assert bench.main([*arguments, "--only", "memory", "--output", str(tmp_path)]) == 0
     summary = bench.read(tmp_path / "quick" / "summary.csv")
