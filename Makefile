@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup test lint package sweep reference figures bench clean
+.PHONY: help setup test test-all lint package sweep reference figures bench clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(VENV)/.installed ## create .venv and install everything into it
 
@@ -15,8 +15,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-test: setup ## all tests
-	$(BIN)/python -m pytest --numprocesses auto
+test: setup ## the tests, all but the slow ones, in less than five minutes on two cores
+	$(BIN)/python -m pytest -m "not slow" --numprocesses auto --dist worksteal
+
+test-all: setup ## every test, in less than ten
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdec.models.loading import LoadedModel, load_model
@@ -96,13 +96,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# The same cases in every run, on a slow machine too; SPECDEC_FUZZ looks for new ones.
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
+
+
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # tiny matrices; and sums do not depend on how many cores a machine has
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is not None:  # timed runs of another worker would be refused: their locks lie in the temporary folder
-        folder = Path(tempfile.gettempdir(), f"specdec-tests-{os.getuid()}-{worker}")
-        folder.mkdir(exist_ok=True)
-        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
 def make_tokenizer(special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> transformers.PreTrainedTokenizerFast:
@@ -142,10 +144,18 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _costs_of_tiny_models_stay_out_of_the_users_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("cache")
+def _hermetic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is shared with another worker or suite but the kernels and the embedded model, which are made once.
+
+    Timed runs lock the machine through its temporary folder; costs of tiny models would stay in the user's cache;
+    and a command that a test starts has no core to itself.
+    """
+    costs, temporary = tmp_path_factory.mktemp("costs"), str(tmp_path_factory.mktemp("tmp"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec.measurement.calibration.cache_root", lambda: folder)
+        patch.setattr("specdec.measurement.calibration.cache_root", lambda: costs)
+        patch.setattr(tempfile, "tempdir", temporary)
+        patch.setenv("TMPDIR", temporary)
+        patch.setenv("OMP_NUM_THREADS", "1")
         yield
 
 
@@ -153,6 +163,12 @@ def _costs_of_tiny_models_stay_out_of_the_users_cache(tmp_path_factory: pytest.T
 def target(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
     """A tiny random Llama, native, in float32. Patch it through `monkeypatch` alone."""
     return load_model(str(tiny_checkpoint("llama")), implementation="native")
+
+
+@pytest.fixture(scope="session")
+def other(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
+    """Another of the same shape, for a draft that is seldom right."""
+    return load_model(str(tiny_checkpoint("llama", seed=1)), implementation="native")
 
 
 @pytest.fixture(scope="session")

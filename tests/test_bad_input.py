@@ -83,13 +83,11 @@ from specdec.measurement import results, traces
 from specdec.models.loading import LoadedModel, load_model
 from specdec.types import SamplingParams
 from specdec.verifiers.rejection import RejectionVerifier
+from tests.commands import ROOT, run
 from tests.test_pitfalls import KIND, defined_in
-from tests.test_run_smoke import CHOICES, ROOT, composed
+from tests.test_run_smoke import CHOICES, composed
 
 HEADER = {"workload": "tiny", "tier": "low", "license": "Apache-2.0", "format": "raw", "max_new_tokens": 12}
-HERE = [f"--config-path={ROOT}/conf", "hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
-"""What it takes to run the command in this process, without its logging."""
-
 Command = Callable[..., tuple[int, str]]
 """Overrides → exit status, and what a terminal shows."""
 
@@ -143,19 +141,15 @@ def settings(files: Path, tiny_checkpoint: Callable[..., Path]) -> list[str]:
 
 
 @pytest.fixture
-def command(settings: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`python -m experiments.sweep`, in this process."""
+def command(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`python -m experiments.sweep`, in this process, without figures."""
+    monkeypatch.setattr("experiments.report.figures", lambda *tables: {})
 
-    def run(*overrides: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["experiments.sweep", *options_first(*overrides, *HERE)])
-        try:
-            sweep.main()
-        except SystemExit as ended:
-            said = f"{ended.code}\n" if isinstance(ended.code, str) else ""
-            return 1 if said else int(ended.code or 0), capsys.readouterr().err + said
-        return 0, capsys.readouterr().err
+    def on_the_tiny_model(*overrides: str) -> tuple[int, str]:
+        ran = run(sweep.main, *settings, *overrides)
+        return ran.status, ran.stderr
 
-    return lambda *overrides: run(*settings, *overrides)
+    return on_the_tiny_model
 
 
 EARLY: list[tuple[list[str], list[str]]] = [  # found before a model is loaded

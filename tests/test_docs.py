@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from experiments import sweep
+from tests.commands import PROMPTS, ROOT, run
+
 PAGE = ROOT / "docs" / "plugging-in.md"
 FENCE = re.compile(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -41,6 +44,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path.parent.mkdir(exist_ok=True)
             path.write_text(block.text)
     return place
+
+
+@pytest.fixture
+def at_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process as if it had been started in the page's folder; its modules are forgotten afterwards."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    yield
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -75,37 +88,35 @@ def test_the_page_has_what_the_tests_below_run() -> None:
     assert [block.text.split(":")[0] for block in found if block.language == "text"] == ["BigramDrafter"]
 
 
+@pytest.mark.usefixtures("at_home")
 @pytest.mark.parametrize("script", [b.text for b in blocks() if b.language == "python" and not b.name], ids=range(3))
-def test_every_kit_passes(script: str, folder: Path) -> None:
-    done = python("-c", script, folder=folder)
-    assert done.returncode == 0, done.stderr
-    first, *_ = printed = done.stdout.splitlines()
+def test_every_kit_passes(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(script, {})
+    first, *_ = printed = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"\w+: \d+ checks passed, [01] skipped", first)
     (shown,) = [block.text.splitlines() for block in blocks() if block.language == "text"]
     assert printed[: len(shown) - 1] == shown[:-1] or first != shown[0], "the page shows what is printed"
 
 
+@pytest.mark.usefixtures("at_home")
 @pytest.mark.parametrize("words", commands(), ids=lambda words: " ".join(words[1:5]))
 def test_every_command_runs_on_a_tiny_model(
-    words: list[str], folder: Path, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+    words: list[str], tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    header = '{"workload": "tiny", "tier": "low", "license": "Apache-2.0", "format": "raw", "max_new_tokens": 12, '
-    header += '"source": "tests", "description": "a few bytes"}'
-    prompts.write_text(
-        "\n".join([header, *(f'{{"id": "t{i}", "text": "{"abc " * (i + 2)}"}}' for i in range(2))]) + "\n"
-    )
+    monkeypatch.setattr("experiments.report.figures", lambda *tables: {})
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
     tiny = [
         f"target.model={tiny_checkpoint('llama')}",
         "target.device=cpu",
         "workload=file",
-        f"workload.name={prompts}",
+        f"workload.name={tmp_path / 'prompts.jsonl'}",
         f"results_dir={tmp_path / 'results'}",
+        "share_device=true",
     ]
-    timed = ["share_device=true"] if words[1] == "experiments.sweep" else []
-    kept = [word for word in words if word != "workload=code_edit"]
-    done = python(*kept, *tiny, *timed, folder=folder)
-    assert done.returncode == 0, done.stderr
+    _, module, *rest = words
+    kept = shlex.join(rest).replace("--config-dir ", "--config-dir=").replace("workload=code_edit", "").split()
+    done = run(importlib.import_module(module).main, *kept, *tiny)
+    assert done.status == 0, done.stderr
     assert "lossless" in done.stdout or "equal" in done.stdout
 
 
@@ -116,24 +127,20 @@ def test_every_command_runs_as_it_stands(words: list[str], folder: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_a_plug_in_is_found_from_anywhere_by_its_config_dir(folder: Path, tmp_path: Path) -> None:
-    done = python(
-        "-m",
-        "experiments.sweep",
-        "--config-dir",
-        str(folder),
-        "drafter=bigram",
-        "target.model=nowhere",
-        folder=tmp_path,
-    )
+def test_a_plug_in_is_found_from_anywhere_by_its_config_dir(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    beside = f"--config-dir={folder}"
+    done = run(sweep.main, beside, "drafter=bigram", "target.model=nowhere")
     assert "nowhere" in done.stderr
-    listed = python("-m", "experiments.sweep", "--config-dir", str(folder), "drafter=bigam", folder=tmp_path)
+    listed = run(sweep.main, beside, "drafter=bigam")
     assert re.search(r"Available options in 'drafter':\s+bigram\s", listed.stderr), listed.stderr
 
 
 def test_a_module_that_cannot_be_imported_is_named(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    settings = [f"target.model={tiny_checkpoint('llama')}", "target.device=cpu", "share_device=true"]
-    done = python("-m", "experiments.sweep", "drafter._target_=nowhere.Drafter", *settings, folder=tmp_path)
-    assert done.returncode != 0
+    settings = [f"target.model={tiny_checkpoint('llama')}", "target.device=cpu", f"results_dir={tmp_path}"]
+    done = run(sweep.main, "drafter._target_=nowhere.Drafter", "share_device=true", *settings)
+    assert done.status != 0
     assert "error: nowhere.Drafter cannot be imported" in done.stderr
     assert "--config-dir or PYTHONPATH" in done.stderr

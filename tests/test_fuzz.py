@@ -87,7 +87,7 @@ GREEDY: list[Pair] = [
     *((drafting, rule) for drafting in ("tree", "suffix_tree") for rule in (*TREE_RULES, "greedy_tree")),
 ]
 _ASKED = os.environ.get("SPECDEC_FUZZ")
-PROFILE = settings(max_examples=int(_ASKED or 40), deadline=None, derandomize=_ASKED is None, database=None)
+PROFILE = settings(max_examples=int(_ASKED or 40), derandomize=_ASKED is None)
 
 
 class Letters(Tokenizer):
@@ -326,6 +326,7 @@ def check_drafts(case: Case, found: list[Trace], drafter: Drafter) -> None:
         assert not any(record.kind is TokenKind.REJECTED for trace in found for record in trace.tokens)
 
 
+@pytest.mark.slow
 @PROFILE
 @given(cases(SAMPLED, greedy=False))
 def test_sampled_output_is_the_same_alone_batched_and_again(case: Case) -> None:

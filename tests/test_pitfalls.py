@@ -171,11 +171,6 @@ def defined_in(file: str) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
-@pytest.fixture(scope="module")
-def other(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama", seed=1)), implementation="native")
-
-
 def engine(target: LoadedModel, drafter: Drafter | None = None, gamma: int = 4) -> Engine:
     """Plain decoding without a drafter."""
     controller = FixedController(gamma if drafter else 0)

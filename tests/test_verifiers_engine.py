@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from specdec.drafters.base import DraftContext, Drafter, StopDrafting
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
-from specdec.models.loading import LoadedModel, load_model
+from specdec.models.loading import LoadedModel
 from specdec.sampling.distributions import sample
 from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import PADDING, Draft, SamplingParams, Trace
@@ -44,16 +43,6 @@ from tests.test_lossless import (
 
 PROMPT = (1, 2, 3, 1, 2)
 SAMPLED = SamplingParams(temperature=1.0)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama")), implementation="native")
-
-
-@pytest.fixture(scope="module")
-def other(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama", seed=1)), implementation="native")
 
 
 class SamplingTreeDrafter(Drafter):

@@ -86,10 +86,10 @@ def check_stop(case: DrafterCase) -> str:
     asked = 0
     for temperature in case.temperatures:
         requests = case.bench.requests(temperature)
+        unstopped = [case.run([request], StopAt(4, depth=0))[0] for request in requests]
         for depth in (1, 2):
             together, _ = case.run(requests, StopAt(4, depth))
-            for request in requests:
-                free, _ = case.run([request], StopAt(4, depth=0))
+            for request, free in zip(requests, unstopped, strict=True):
                 stopped, _ = case.run([request], StopAt(4, depth))
                 asked += sum(len(proposal.stops) for proposal in stopped.proposals)
                 for proposal in stopped.proposals:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from specdec.audit import Answer, Audit, Plan, audit
+from experiments.audit import main
+from specdec.audit import Answer, Audit, Finding, Plan, audit
 from specdec.audit.two_sample import Continuation, coded, homogeneity_test, smallest_detectable, total_variation
 from specdec.controllers.fixed import FixedController
 from specdec.drafters.base import Drafter
@@ -28,11 +27,11 @@ from specdec.verifiers.greedy import GreedyVerifier
 from specdec.verifiers.rejection import RejectionVerifier
 from specdec.verifiers.synthetic import SyntheticVerifier
 from specdec.verifiers.typical import TypicalVerifier
+from tests.commands import PROMPTS, run
 from tests.fakes import TreeDrafter
 from tests.testing.test_drafters import DeclaresHalf, SharperThanItSays
 from tests.testing.test_verifiers import AcceptsEverything, BonusFromTheDraft, ResamplesFromTheTarget
 
-ROOT = Path(__file__).parent.parent.parent
 PLAN = Plan(prompts=3, tokens=16, sampled_prompts=2, samples=600, context_tokens=12, batch_size=600)
 REQUESTS = [Request(f"r{seed}", tuple(np.random.default_rng(seed).integers(0, 8, 10).tolist())) for seed in range(4)]
 
@@ -43,6 +42,13 @@ def draft() -> Drafter:
 
 def asked(verifier: Verifier, make: Callable[[], Drafter] = draft, plan: Plan = PLAN) -> Audit:
     return audit(tiny_target(), make, verifier, FixedController(2), REQUESTS, plan=plan)
+
+
+@pytest.fixture
+def without_kits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asks of the setup alone: the kits have tests of their own, and take a second each."""
+    for question in ("rule", "drafter"):
+        monkeypatch.setattr(f"specdec.audit.questions.{question}", lambda _: Finding("kit", Answer.LOSSLESS, ""))
 
 
 def answers(found: Audit) -> dict[str, Answer]:
@@ -75,6 +81,7 @@ def test_a_wrong_rule_is_a_fault(mutant: type[Verifier]) -> None:
     assert found.exit_status == 1
 
 
+@pytest.mark.usefixtures("without_kits")
 def test_what_a_setup_samples_is_tested_in_the_setup_itself() -> None:
     found = asked(AcceptsEverything())
     assert answers(found)["sampled output"] is Answer.FAULT
@@ -96,6 +103,7 @@ def test_a_drafter_that_lies_about_its_probabilities_is_a_fault() -> None:
     assert found.exit_status == 1
 
 
+@pytest.mark.usefixtures("without_kits")
 def test_a_drafter_that_breaks_its_contract_is_a_fault_and_no_crash() -> None:
     found = asked(RejectionVerifier(), DeclaresHalf)
     assert answers(found)["sampled output"] is Answer.FAULT
@@ -114,6 +122,7 @@ def test_a_lossy_rule_is_declared_and_its_loss_measured(verifier: Verifier) -> N
     assert answers(found)["verification rule"] is Answer.LOSSY
 
 
+@pytest.mark.usefixtures("without_kits")
 def test_what_cannot_be_asked_says_why() -> None:
     found = asked(GreedyVerifier())
     assert answers(found)["sampled output"] is Answer.NOT_ASKED
@@ -217,48 +226,37 @@ def test_codes_know_tokens_likelihood_and_context() -> None:
 # --- The command ------------------------------------------------------------------------------------------------------
 
 
-def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.audit", f"results_dir={folder}", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_the_command_prints_a_table_writes_json_and_exits_with_the_answer(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    header = '{"workload": "tiny", "tier": "low", "license": "Apache-2.0", "format": "raw", "max_new_tokens": 12, '
-    header += '"source": "tests", "description": "a few bytes"}'
-    rows = [f'{{"id": "tiny-{i}", "text": "{"abc " * (i + 2)}"}}' for i in range(3)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join([header, *rows]) + "\n")
+    (tmp_path / "prompts.jsonl").write_text(PROMPTS)
     settings = [
+        f"results_dir={tmp_path}",
         f"target.model={tiny_checkpoint('llama')}",
         "target.device=cpu",
         "workload=file",
         f"workload.name={tmp_path / 'prompts.jsonl'}",
+        "audit.prompts=3",
         "audit.tokens=12",
         "audit.samples=20",
         "audit.sampled_prompts=1",
     ]
-    done = command(*settings, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = run(main, *settings)
+    assert done.status == 0, done.stderr
     assert "Is this setup lossless?" in done.stdout
     assert "answer: lossless" in done.stdout
     written = json.loads((tmp_path / "audit" / "audit.json").read_text())
     assert written["answer"] == "lossless"
     assert written["config"]["drafter"]["_target_"].endswith("PromptLookupDrafter")
-    lossy = command(*settings, "verifier=typical", folder=tmp_path)
-    assert lossy.returncode == 3, lossy.stderr
+    lossy = run(main, *settings, "verifier=typical")
+    assert lossy.status == 3, lossy.stderr
     assert "answer: declared lossy" in lossy.stdout
 
 
 def test_the_command_says_what_cannot_be_audited(tmp_path: Path) -> None:
-    unknown = command("drafter=nonsense", folder=tmp_path)
-    assert unknown.returncode == 2
+    unknown = run(main, "drafter=nonsense", f"results_dir={tmp_path}")
+    assert unknown.status == 2
     assert "prompt_lookup" in unknown.stderr, "the known ones are listed"
-    wrong = command("audit.alpha=2", folder=tmp_path)
-    assert wrong.returncode == 2
+    wrong = run(main, "audit.alpha=2", f"results_dir={tmp_path}")
+    assert wrong.status == 2
     assert wrong.stderr.startswith("error: audit.alpha=2")

@@ -1,4 +1,4 @@
-"""Every controller passes the kit that other people's are put through, and decides fast enough."""
+"""Every controller that ships, as `tests/testing` puts it through the kit, and what only these owe."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
 }
 
 
-@pytest.mark.parametrize("name", CONTROLLERS)
-def test_every_controller_keeps_the_contract(name: str) -> None:
-    check_controller(CONTROLLERS[name], num_samples=1000)
-
-
 class Anticipating(ConfidenceController):
     """A mutant: it withdraws the very token that was unlikely."""
 
@@ -45,8 +40,8 @@ class Anticipating(ConfidenceController):
 
 
 def test_the_kit_catches_a_controller_that_takes_back_a_token_it_has_seen() -> None:
-    with pytest.raises(ConformanceError):
-        check_controller(Anticipating)
+    with pytest.raises(ConformanceError, match="a token it has seen cannot be taken back"):
+        check_controller(Anticipating, only=["check_stop"])
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)

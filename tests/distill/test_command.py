@@ -9,6 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from experiments import distill
+from tests.commands import run
 from tests.conftest import make_model, make_tokenizer
 
 SETTINGS = [
@@ -38,10 +40,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def distill(folder: Path, target: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "experiments.distill", f"target.model={target}", f"folder={folder}"]
-    command += [f"harvest.folder={folder.parent / 'harvest'}", *SETTINGS, *more]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def arguments(folder: Path, target: Path, *more: str) -> list[str]:
+    places = [f"target.model={target}", f"folder={folder}", f"harvest.folder={folder.parent / 'harvest'}"]
+    return [*places, *SETTINGS, *more]
 
 
 @pytest.mark.parametrize(
@@ -50,8 +51,9 @@ def distill(folder: Path, target: Path, *more: str) -> subprocess.CompletedProce
 )
 def test_from_prompts_to_a_draft_and_again(target: Path, tmp_path: Path, drafter: str, more: list[str]) -> None:
     folder = tmp_path / "run"
-    done = distill(folder, target, f"drafter={drafter}", *more)
-    assert done.returncode == 0, done.stderr
+    asked = arguments(folder, target, f"drafter={drafter}", *more)
+    done = run(distill.main, *asked)
+    assert done.status == 0, done.stderr
     card = (folder / "draft" / "README.md").read_text()
     assert "| math | 0 |" in card
     assert "python -m experiments.distill" in card
@@ -59,12 +61,15 @@ def test_from_prompts_to_a_draft_and_again(target: Path, tmp_path: Path, drafter
     assert set(pd.read_csv(folder / "alpha.csv")["step"]) == {2, 4}
     assert (folder / "curves.png").stat().st_size > 1000
     assert (folder / "curves.svg").is_file()
-    again = distill(folder, target, f"drafter={drafter}", *more)
-    assert again.returncode == 0, again.stderr
+    again = run(distill.main, *asked)
+    assert again.status == 0, again.stderr
     assert pd.read_csv(folder / "loss.csv")["step"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_no_prompts_is_one_sentence(target: Path, tmp_path: Path) -> None:
-    done = distill(tmp_path / "run", target, "harvest.num_prompts=0", "evaluation.num_prompts=0")
+    asked = arguments(tmp_path / "run", target, "harvest.num_prompts=0", "evaluation.num_prompts=0")
+    command = [sys.executable, "-m", "experiments.distill", *asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert done.stderr.strip().splitlines()[-1].startswith("error: a draft cannot be trained on 0 prompts")

@@ -23,7 +23,7 @@ from specdec.models.loading import load_model
 from specdec.models.loading.checkpoint import find
 from specdec.plots.bench import bench_figure
 from specdec.types import Request, StepRecord, Trace
-from tests.test_run_smoke import _prompts
+from tests.commands import PROMPTS
 
 QUICK_PARTS = ["generation", "forwards", "long_forwards", "contexts", "batches", "drafters", "rules"]
 LITTLE = Plan(
@@ -67,7 +67,8 @@ def named(rows: Sequence[tables.Row], measure: str) -> dict[tuple[str, str], tab
 
 @pytest.fixture(scope="module")
 def arguments(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    prompts = _prompts(tmp_path_factory.mktemp("prompts"))
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    prompts.write_text(PROMPTS)
     chosen = ["--quick", "--model", str(tiny_checkpoint("llama")), "--workload", str(prompts), "--dtypes", "float32"]
     return [*chosen, "--share-device", "--draft-tokens", "2"]
 
@@ -286,6 +287,7 @@ def test_rows_of_another_model_do_not_stay(written: Path) -> None:
     assert set(bench.joined(new, written / "summary.csv")["model"]) == {"another"}
 
 
+@pytest.mark.slow
 def test_table_and_figure_come_from_the_summary_alone(written: Path) -> None:
     table = (written / "table.md").read_text()
     (written / "table.md").unlink()
@@ -293,6 +295,7 @@ def test_table_and_figure_come_from_the_summary_alone(written: Path) -> None:
     assert (written / "table.md").read_text() == table
 
 
+@pytest.mark.slow
 def test_memory_is_measured_in_a_process_of_its_own(arguments: list[str], tmp_path: Path) -> None:
     assert bench.main([*arguments, "--only", "memory", "--output", str(tmp_path)]) == 0
     summary = bench.read(tmp_path / "quick" / "summary.csv")

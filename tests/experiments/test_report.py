@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -34,39 +36,62 @@ def write_runs(folder, lossless="equal", **changes):
         results.write_run(folder, metadata, frames)
 
 
+def draw_nothing(patch):
+    """Drawing takes seconds."""
+    patch.setattr("experiments.report.figures", lambda *tables: {})
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """Runs with their report, but for the figures. Do not write to it."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_runs(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        draw_nothing(patch)
+        report(folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Runs without a report; drawing takes seconds, so only the tests of figures draw."""
-    monkeypatch.setattr("experiments.report.figures", lambda *tables: {})
-    write_runs(tmp_path)
-    return tmp_path
+def undrawn(monkeypatch):
+    draw_nothing(monkeypatch)
 
 
-def test_tables_and_figures_are_written_and_always_the_same(tmp_path):
-    write_runs(tmp_path)
-    assert len(report(tmp_path)) == 9
-    assert list(pd.read_csv(tmp_path / "summary.csv").columns) == [column.name for column in SUMMARY_COLUMNS]
-    assert list(pd.read_csv(tmp_path / "positions.csv").columns) == [column.name for column in POSITION_COLUMNS]
+@pytest.fixture
+def folder(reported, tmp_path, undrawn):
+    """A copy of it, where reports draw nothing."""
+    return Path(shutil.copytree(reported, tmp_path / "runs"))
+
+
+def test_tables_have_the_documented_columns(reported):
+    for name, columns in {"summary.csv": SUMMARY_COLUMNS, "positions.csv": POSITION_COLUMNS}.items():
+        assert list(pd.read_csv(reported / name).columns) == [column.name for column in columns]
+
+
+@pytest.mark.slow
+def test_figures_are_always_the_same(reported, tmp_path):
+    once, again = (Path(shutil.copytree(reported, tmp_path / name)) for name in ("once", "again"))
+    for folder in (once, again):
+        assert len(report(folder, figures_only=True)) == 9
     names = ["throughput_vs_entropy", "acceptance_vs_entropy", "acceptance_by_position", "latency_p99", "step_time"]
-    files = [tmp_path / "figures" / f"{name}.{end}" for name in names for end in ("png", "svg")]
-    first = [path.read_bytes() for path in files]
-    assert len(list((tmp_path / "figures").iterdir())) == len(files)
-    report(tmp_path, figures_only=True)
-    assert [path.read_bytes() for path in files] == first
+    assert pictures(once).keys() == {f"{name}.{end}" for name in names for end in ("png", "svg")}
+    assert pictures(once) == pictures(again)
+
+
+def pictures(folder):
+    return {path.name: path.read_bytes() for path in (folder / "figures").iterdir()}
 
 
 def test_the_same_runs_give_the_same_tables(folder):
-    report(folder)
     paths = [folder / "summary.csv", folder / "positions.csv"]
     first = [path.read_bytes() for path in paths]
     report(folder)
     assert [path.read_bytes() for path in paths] == first
 
 
-def test_unbounded_is_inf_and_null_is_empty(folder):
-    report(folder)
-    row = next(line for line in (folder / "summary.csv").read_text().splitlines() if ",plain," in line)
-    header = (folder / "summary.csv").read_text().splitlines()[0]
+def test_unbounded_is_inf_and_null_is_empty(reported):
+    header, *rows = (reported / "summary.csv").read_text().splitlines()
+    row = next(row for row in rows if ",plain," in row)
     cells = dict(
         zip(header.split(","), row.replace('"Imaginary CPU, 2 cores, 2 threads"', "machine").split(","), strict=True)
     )
@@ -82,8 +107,8 @@ def test_the_command_prints_a_table_and_succeeds(folder, capsys):
     assert "Temperature 0: mean measured entropy orders the tiers (low 0." in printed
 
 
-def test_a_fault_fails_loudly(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("experiments.report.figures", lambda *tables: {})
+@pytest.mark.usefixtures("undrawn")
+def test_a_fault_fails_loudly(tmp_path, capsys):
     write_runs(tmp_path, lossless="fault")
     assert main([str(tmp_path)]) == 1
     assert "FAULT: greedy output differs from plain decoding in creative T=0 lookup" in capsys.readouterr().out
@@ -107,7 +132,6 @@ def test_a_contradictory_run_is_named(folder, capsys):
 
 
 def test_a_foreign_table_is_refused(folder, capsys):
-    report(folder)
     (folder / "summary.csv").write_text("workload,speed\njson,1\n")
     assert main([str(folder), "--figures-only"]) == 2
     assert "docs/results.md" in capsys.readouterr().err
@@ -135,7 +159,7 @@ def test_tier_order_is_said_plainly():
 
 
 def test_remarks_name_ties_failures_and_revisions(folder):
-    summary = report(folder)
+    summary = report(folder, figures_only=True)
     changed = summary.assign(
         lossless=["tie", *summary["lossless"][1:]],
         num_failures=[2, *summary["num_failures"][1:]],
@@ -148,15 +172,15 @@ def test_remarks_name_ties_failures_and_revisions(folder):
 
 
 def test_the_table_shows_missing_values_as_dashes(folder):
-    lines = table(report(folder)).splitlines()
+    lines = table(report(folder, figures_only=True)).splitlines()
     assert len(lines) == 10
     plain = next(line for line in lines if " plain " in line)
     assert " -  " in plain
     assert "nan" not in "\n".join(lines)
 
 
-def test_failures_and_skipped_arms_survive(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.report.figures", lambda *tables: {})
+@pytest.mark.usefixtures("undrawn")
+def test_failures_and_skipped_arms_survive(tmp_path):
     write_runs(tmp_path, failures={"lookup": {"p7": "out of memory"}}, skipped_arms={"draft": "no draft model"})
     summary = report(tmp_path)
     assert summary.loc[summary["arm"] == "lookup", "num_failures"].tolist() == [1, 1, 1]

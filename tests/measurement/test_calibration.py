@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +18,8 @@ from specdec.drafters.oracle import OracleDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.measurement import calibration
 from specdec.measurement.calibration import VERIFIED_LENGTHS, RandomDrafter, step_costs
-from specdec.models.loading import LoadedModel, load_model
+from specdec.models.base import LanguageModel
+from specdec.models.loading import LoadedModel
 from specdec.verifiers.base import Verifier
 from specdec.verifiers.rejection import RejectionVerifier
 from specdec.verifiers.synthetic import SyntheticVerifier
@@ -26,21 +27,33 @@ from specdec.verifiers.tree import GreedyTreeVerifier
 from tests.fakes import HiddenDrafter, TreeDrafter, make_request
 
 
-@pytest.fixture(scope="module")
-def target(tiny_checkpoint: Callable[..., Path]) -> LoadedModel:
-    return load_model(str(tiny_checkpoint("llama")), implementation="native")
-
-
 def engine(target: LoadedModel, drafter: Drafter, verifier: Verifier | None = None) -> Engine:
     return Engine(target.model, drafter, verifier or RejectionVerifier(), FixedController(3))
 
 
-def test_every_length_the_window_has_room_for_is_timed(target: LoadedModel, tmp_path: Path) -> None:
-    costs = step_costs(engine(target, DraftModelDrafter(target)), 0.3, tmp_path)
+def test_costs_are_what_forwards_take_for_every_length_the_window_has_room_for(
+    target: LoadedModel, other: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that stands still but while a model computes: 10 ms a forward of the target, 1 ms of the draft."""
+    clock = [0.0]
+
+    def taking(model: LanguageModel, seconds: float) -> None:
+        forward = model.forward
+
+        def timed(*given: Any, **named: Any) -> Any:
+            clock[0] += seconds
+            return forward(*given, **named)
+
+        monkeypatch.setattr(model, "forward", timed)
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    taking(target.model, 0.010)
+    taking(other.model, 0.001)
+    costs = step_costs(engine(target, DraftModelDrafter(other)), 1.0, tmp_path)
     window = target.model.max_positions
     assert costs.num_tokens == tuple(n + 1 for n in sorted(VERIFIED_LENGTHS) if n <= window // 4)
-    assert min(costs.step_seconds) > 0
-    assert costs.draft_each_seconds > 0, "a draft model costs something per token"
+    assert costs.step_seconds == pytest.approx([0.010] * len(costs.num_tokens))
+    assert costs.draft_each_seconds == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize(

@@ -113,10 +113,10 @@ def test_run_id_depends_on_what_matters_and_nothing_else(monkeypatch):
         results.run_id({"gamma": object()}, "prompts")
 
 
-def hold(lock, arguments, held, done):
+def hold(lock, arguments, line):
     with lock(*arguments):
-        held.set()
-        done.wait(30)
+        line.send("held")
+        line.poll(None)  # until the other end is closed
 
 
 @pytest.fixture
@@ -126,16 +126,17 @@ def elsewhere():
     started = []
 
     def start(lock, *arguments):
-        held, done = context.Event(), context.Event()
-        process = context.Process(target=hold, args=(lock, arguments, held, done))
+        line, theirs = context.Pipe()
+        process = context.Process(target=hold, args=(lock, arguments, theirs))
         process.start()
-        started.append((process, done))
-        assert held.wait(30)
+        theirs.close()
+        started.append((process, line))
+        assert line.recv() == "held"
 
     yield start
-    for process, done in started:
-        done.set()
-        process.join(30)
+    for process, line in started:
+        line.close()
+        process.join()
         assert process.exitcode == 0
 
 

@@ -55,7 +55,7 @@ def test_pieces_give_the_logits_of_the_whole(adapter: Callable[[str], HFModel], 
 
 
 @pytest.mark.parametrize("kind", ROLLING_BACK)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(steps=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=4))
 def test_any_appends_and_rollbacks_leave_no_trace(
     adapter: Callable[[str], HFModel], kind: str, steps: list[tuple[int, int]]

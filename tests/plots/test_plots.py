@@ -51,13 +51,13 @@ def summary_row(run: int, arm: str, temperature: float = 0.0) -> dict[str, objec
     }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def summary() -> pd.DataFrame:
     rows = [summary_row(run, arm, t) for t in (0.0, 1.0) for run in range(len(RUNS)) for arm in ARMS]
     return plots.with_plain_entropy(conform(pd.DataFrame(rows), SUMMARY_COLUMNS))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def positions() -> pd.DataFrame:
     rows = [
         {
@@ -71,6 +71,15 @@ def positions() -> pd.DataFrame:
     return conform(pd.DataFrame(rows), POSITION_COLUMNS)
 
 
+@pytest.fixture(scope="module")
+def drawn(summary: pd.DataFrame, positions: pd.DataFrame) -> dict[str, Figure]:
+    """Every figure, drawn: extents are known only then, and drawing takes seconds."""
+    figures = plots.figures(summary, positions)
+    for figure in figures.values():
+        FigureCanvasAgg(figure).draw()
+    return figures
+
+
 def axes():
     return Figure().subplots()
 
@@ -79,13 +88,11 @@ def words(figure: Figure) -> str:
     return "\n".join(text.get_text() for text in figure.findobj(Text))
 
 
-def test_every_figure_draws_and_says_what_it_is(summary, positions):
-    drawn = plots.figures(summary, positions)
+def test_every_figure_draws_and_says_what_it_is(drawn):
     assert set(drawn) == {
         "throughput_vs_entropy", "acceptance_vs_entropy", "acceptance_by_position", "latency_p99", "step_time",
     }  # fmt: skip
     for figure in drawn.values():
-        FigureCanvasAgg(figure).draw()
         said = " ".join(words(figure).replace("\N{NO-BREAK SPACE}", " ").split())
         for fact in (
             "Imaginary-1B float32",
@@ -101,9 +108,8 @@ def test_every_figure_draws_and_says_what_it_is(summary, positions):
     assert "no upper limit" in words(drawn["latency_p99"])
 
 
-def test_no_text_is_cut_off_or_overlaps_a_legend(summary, positions):
-    for figure in plots.figures(summary, positions).values():
-        FigureCanvasAgg(figure).draw()
+def test_no_text_is_cut_off_or_overlaps_a_legend(drawn):
+    for figure in drawn.values():
         frame, legend = figure.bbox, figure.legends[0].get_window_extent()
         for text in (figure._suptitle, figure._supxlabel):
             assert text is not None
@@ -170,12 +176,12 @@ def test_step_time_pools_seconds(summary):
     assert forward.get_width() == pytest.approx((0.9 * 9 + 0.1) / 10)
 
 
-def test_a_run_without_entropy_or_limits_still_draws(summary, positions):
+def test_a_run_without_entropy_or_limits_still_draws(summary, positions, drawn):
     blind = summary.assign(model_entropy_bits=math.nan, speedup_low=math.nan, speedup_high=math.nan)
-    drawn = plots.figures(blind, positions.iloc[:0])
-    for figure in drawn.values():
+    figures = plots.figures(blind, positions.iloc[:0])
+    for figure in figures.values():
         FigureCanvasAgg(figure).draw()
-    assert drawn.keys() == plots.figures(summary, positions).keys()
+    assert figures.keys() == drawn.keys()
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))

@@ -10,38 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.controllers.bandit import ThompsonController, UCBController
 from specdec.controllers.base import Controller, Observation
-from specdec.controllers.confidence import ConfidenceController
-from specdec.controllers.cost_aware import CostAwareController
-from specdec.controllers.entropy import AdaEDLController
 from specdec.controllers.fixed import FixedController
-from specdec.controllers.heuristic import HeuristicController
-from specdec.controllers.survival import SurvivalController
 from specdec.testing import ConformanceError, check_controller
 from specdec.testing.controllers import CONTROLLER_CHECKS
 from specdec.types import StepRecord
+from tests.controllers.test_conformance import CONTROLLERS
 from tests.fakes import SpoilingController, StoppingController
 
 LOCAL = {"check_states_are_independent", "check_state_is_explicit", "check_batch_invariance"}
-CONTROLLERS: list[Callable[[], Controller]] = [
-    lambda: FixedController(3),
-    HeuristicController,
-    ConfidenceController,
-    AdaEDLController,
-    SurvivalController,
-    UCBController,
-    ThompsonController,
-    CostAwareController,
-    SpoilingController,
-    StoppingController,
-]
+OURS: dict[str, Callable[[], Controller]] = CONTROLLERS | {
+    "spoiling": SpoilingController,
+    "stopping": StoppingController,
+}
 
 
-@pytest.mark.parametrize("make", CONTROLLERS, ids=lambda make: type(make()).__name__)
-def test_every_controller_that_ships_conforms(make: Callable[[], Controller]) -> None:
-    report = check_controller(make, num_samples=400)
-    assert set(report.skipped) == (set() if make().request_local else LOCAL)
+@pytest.mark.parametrize("name", OURS)
+def test_every_controller_that_ships_conforms(name: str) -> None:
+    report = check_controller(OURS[name], num_samples=400)
+    assert set(report.skipped) == (set() if OURS[name]().request_local else LOCAL)
     assert len(report.checked) + len(report.skipped) == len(CONTROLLER_CHECKS)
 
 

@@ -96,7 +96,7 @@ def decisions(verdict: Verdict, row: int) -> tuple[list[int], int, int, int]:
     return path, int(verdict.num_accepted[row]), int(verdict.num_examined[row]), int(verdict.next_token[row])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10_000), with_probs=st.booleans())
 @pytest.mark.parametrize("rule", RULES, ids=name)
 def test_rows_are_judged_alone_and_nothing_impossible_is_kept(rule: Verifier, seed: int, with_probs: bool) -> None:
