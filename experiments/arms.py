@@ -14,6 +14,7 @@ from specdec.backends.native import NativeBackend
 from specdec.controllers.fixed import FixedController
 from specdec.drafters.none import NoDrafter
 from specdec.errors import UsageError
+from specdec.machine.interrupts import check
 from specdec.measurement.results import ArmMetadata
 from specdec.verifiers.rejection import RejectionVerifier
 
@@ -75,6 +76,7 @@ def build_arms(cfg: DictConfig, choices: Mapping[str, str], target: Any) -> tupl
     new_backend = partial(build(cfg.backend), target=target, new_cache=build(cfg.cache))
     arms, skipped = {PLAIN: _plain(new_backend)}, {}
     for name, config in arm_configs(cfg, choices).items():
+        check()
         parts = {group: build(config[group]) for group in GROUPS}
         if cfg.require_lossless and not parts["verifier"].lossless:
             rule = type(parts["verifier"]).__name__

@@ -6,6 +6,11 @@ and leaves raw traces and metadata under results/<name>/runs/<run id>/. A run th
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first of all: what follows takes seconds to import, and Ctrl-C may come meanwhile
+    from specdec.machine.interrupts import hold
+
+    hold()
+
 import dataclasses
 import json
 import logging
@@ -25,9 +30,10 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from experiments.arms import PLAIN, Arm, build_arms
-from experiments.building import INTERRUPTED, build, plug_in
+from experiments.building import build, plug_in
 from experiments.report import report, table
 from specdec.errors import ModelError, UsageError
+from specdec.machine.interrupts import check, guarded, holding
 from specdec.measurement import results, traces
 from specdec.measurement.interleaving import Measured, interleave
 from specdec.measurement.lossless import TIE_TOLERANCE, Comparison, Outcome, compare_all, exact_logits
@@ -51,9 +57,11 @@ def main(cfg: DictConfig) -> None:
     hydra_cfg = HydraConfig.get()
     plug_in()
     try:
-        written = run(cfg, dict(hydra_cfg.runtime.choices))
-        if hydra_cfg.mode == RunMode.RUN:
-            print(table(report(written.parent.parent).query("run_id == @written.name")))
+        with holding():  # a launcher may have sent this run to a process of its own
+            check()
+            written = run(cfg, dict(hydra_cfg.runtime.choices))
+            if hydra_cfg.mode == RunMode.RUN:
+                print(table(report(written.parent.parent).query("run_id == @written.name")))
     except (UsageError, ModelError, NotLosslessError) as error:
         if hydra_cfg.mode == RunMode.RUN:
             sys.exit(f"error: {error}")
@@ -75,6 +83,7 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> Path:
             log.info("%s: run %s is finished; skipped", where, run_id)
             return results.run_folder(folder, run_id)
         target = load_target(cfg)
+        check()
         with results.timed_lock(str(target.model.device), shared=cfg.share_device):
             arms, skipped = build_arms(cfg, choices, target)  # cost-aware controllers time this machine here
             batches = arms[PLAIN].backend.batches(workload.prompts, sampling)
@@ -199,14 +208,10 @@ def refuse_faults(comparisons: dict[str, Comparison]) -> None:
         raise NotLosslessError("; ".join(f"arm {name} is not lossless: {found}" for name, found in faults.items()))
 
 
-def command() -> None:
-    """`main` as a shell calls it: Ctrl-C may come between two runs, when only Hydra is at work."""
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("interrupted: finished runs are kept, and the same command goes on with the rest", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+def command() -> int:
+    """`main` as a shell calls it: Ctrl-C may come at any moment, also while only Hydra is at work."""
+    return guarded(main, "interrupted: finished runs are kept, and the same command goes on with the rest")
 
 
 if __name__ == "__main__":
-    command()
+    sys.exit(command())
