@@ -74,7 +74,7 @@ def table(summary: pd.DataFrame) -> str:
         "arm": summary["arm"] + summary["synthetic"].map({True: " (synthetic)", False: ""}),
         "alpha": _format(summary["acceptance_rate"], "{:.2f}"),
         "tau": _format(summary["block_efficiency"], "{:.2f}"),
-        "c": _format(summary["draft_cost"], "{:.3f}"),
+        "c": _format(summary["drafting_cost"], "{:.3f}"),
         "tok/s": _format(summary["tokens_per_second"], "{:.1f}"),
         "speedup": _limits(summary, "speedup", "{:.2f}"),
         "p99 step, ms": _p99(summary),
