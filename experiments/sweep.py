@@ -16,7 +16,7 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,13 @@ from tqdm import tqdm
 from experiments.arms import PLAIN, Arm, build_arms
 from experiments.building import build, plug_in
 from experiments.report import report, table
+from experiments.sharing import Shared
 from specdec.errors import ModelError, UsageError
 from specdec.machine.interrupts import check, guarded, holding
 from specdec.measurement import results, traces
 from specdec.measurement.interleaving import Measured, interleave
 from specdec.measurement.lossless import TIE_TOLERANCE, Comparison, Outcome, compare_all, exact_logits
-from specdec.models.loading import LoadedModel
+from specdec.models.loading import LoadedModel, shared_models
 from specdec.types import Request, SamplingParams, Trace
 from specdec.workloads import Workload
 
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 NOT_IDENTITY = ("name", "results_dir", "share_device", "require_lossless")
 """Settings that leave the result as it is."""
+_SHARED = Shared()
+"""Runs of a sweep are calls of `main`, and Hydra keeps nothing between them."""
 
 
 class NotLosslessError(RuntimeError):
@@ -59,7 +62,7 @@ def main(cfg: DictConfig) -> None:
     try:
         with holding():  # a launcher may have sent this run to a process of its own
             check()
-            written = run(cfg, dict(hydra_cfg.runtime.choices))
+            written = run(cfg, dict(hydra_cfg.runtime.choices), _SHARED)
             if hydra_cfg.mode == RunMode.RUN:
                 print(table(report(written.parent.parent).query("run_id == @written.name")))
     except (UsageError, ModelError, NotLosslessError) as error:
@@ -69,8 +72,9 @@ def main(cfg: DictConfig) -> None:
         raise CompactHydraException(f"error: {error}") from None
 
 
-def run(cfg: DictConfig, choices: dict[str, str]) -> Path:
-    """Carry out one run unless it is finished; returns its folder."""
+def run(cfg: DictConfig, choices: dict[str, str], shared: Shared | None = None) -> Path:
+    """Carry out one run unless it is finished; returns its folder. shared: what earlier runs have made."""
+    shared = shared or Shared()
     sampling: SamplingParams = build(cfg.sampling)
     workload: Workload = build(cfg.workload)
     limit = time_limit(cfg)
@@ -85,9 +89,13 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> Path:
         target = load_target(cfg)
         check()
         with results.timed_lock(str(target.model.device), shared=cfg.share_device):
-            arms, skipped = build_arms(cfg, choices, target)  # cost-aware controllers time this machine here
+            with shared_models(shared.drafts):  # some controllers time this machine here
+                arms, skipped = build_arms(cfg, choices, target, shared)
             batches = arms[PLAIN].backend.batches(workload.prompts, sampling)
-            measured = measure(arms, batches, cfg.warmup_tokens, limit, where)
+            warm = {name for name, arm in arms.items() if shared.warm(arm.setup, sampling)}
+            measured = measure(arms, batches, cfg.warmup_tokens, limit, where, warm)
+        for arm in arms.values():
+            shared.note(arm.setup, sampling)
         comparisons = compare_arms(arms, batches, measured, target) if sampling.greedy else {}
         metadata = results.RunMetadata(
             run_id=run_id,
@@ -140,7 +148,12 @@ def _load_once(target: str) -> LoadedModel:
 
 
 def measure(
-    arms: dict[str, Arm], batches: list[list[Request]], warmup_tokens: int, time_limit: float | None, where: str
+    arms: dict[str, Arm],
+    batches: list[list[Request]],
+    warmup_tokens: int,
+    time_limit: float | None,
+    where: str,
+    warm: Collection[str] = (),
 ) -> Measured:
     """Decode everything, or what the time limit (seconds) allows, with a progress bar in requests.
 
@@ -153,7 +166,7 @@ def measure(
         def on_batch(_: str, done: Sequence[Trace]) -> None:
             bar.update(len(done))
 
-        measured = interleave(engines, batches, on_batch, warmup_tokens, time_limit)
+        measured = interleave(engines, batches, on_batch, warmup_tokens, time_limit, warm)
     tried = len(measured.traces[PLAIN]) + len(measured.failures.get(PLAIN, {}))
     if tried < sum(len(batch) for batch in batches):
         log.info("%s: time_limit_seconds=%g was enough for %d prompts", where, time_limit, tried)

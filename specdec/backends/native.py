@@ -8,6 +8,7 @@ from dataclasses import replace
 from specdec.backends.base import Backend
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
+from specdec.costmodel import StepCosts
 from specdec.decoding.engine import Engine, NewCache, preferred_cache
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
@@ -34,7 +35,9 @@ class NativeBackend(Backend):
         *,
         new_cache: NewCache = preferred_cache,
         batch_size: int = 1,
+        measure: Callable[[Engine], StepCosts] | None = None,
     ) -> None:
+        """measure: step costs for a controller that weighs time; None: timed here and now."""
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size} is not possible; it must be at least 1")
         self.target = target
@@ -42,7 +45,7 @@ class NativeBackend(Backend):
         self.engine = Engine(
             target.model, drafter, verifier, controller, tokenizer=target.tokenizer, new_cache=new_cache
         )
-        controller.bind(lambda: step_costs(self.engine))
+        controller.bind(lambda: (measure or step_costs)(self.engine))
 
     def run(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, on_chunk: Callable[[Chunk], None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter
@@ -15,6 +15,7 @@ from specdec.types import Request, Trace
 
 MIN_TIMED_BATCHES = 2
 """Measured whatever the time limit: a ratio over a single prompt has no interval."""
+_BRIEF_TOKENS = 8  # touch what an engine allocates, and no more
 
 
 @dataclass
@@ -31,13 +32,16 @@ def interleave(
     on_batch: Callable[[str, Sequence[Trace]], None] = lambda arm, traces: None,
     warmup_tokens: int = 16,
     time_limit: float | None = None,
+    warm: Collection[str] = (),
 ) -> Measured:
     """Decode every batch with every arm, the first arm (plain decoding) first, the others in rotating order.
 
     Rotation keeps an arm from always running on the caches another one left warm. The first batch is decoded once
-    untimed by every arm, `warmup_tokens` a request. A batch that fails in an arm is listed under `failures` and has no
-    trace there; one that fails in the first arm is not tried in the others, for lack of a baseline. What cannot be
-    decoded at all is refused (`UsageError`) before the first batch, not after hours.
+    untimed by every arm, `warmup_tokens` a request, but a few tokens only by arms in `warm`: those decoded with before
+    in this process, whose controller is `request_local`, others begin to learn there. A batch that fails
+    in an arm is listed under `failures` and has no trace there; one that fails in the first arm is not tried in the
+    others, for lack of a baseline. What cannot be decoded at all is refused (`UsageError`) before the first batch, not
+    after hours.
 
     With a `time_limit` (seconds, warm-up not counted) it ends before the batch that would go past it, judged by the
     batches before, but not before the second has been decoded: every arm has decoded the same ones.
@@ -47,7 +51,7 @@ def interleave(
         for batch in batches:
             engine.check(batch)
     measured = Measured({name: [] for name in arms})
-    _warm_up(arms, batches[0], warmup_tokens)
+    _warm_up(arms, batches[0], warmup_tokens, warm)
     with no_garbage():
         start = perf_counter()
         for index, batch in enumerate(batches):
@@ -66,15 +70,30 @@ def interleave(
     return measured
 
 
-def _warm_up(arms: Mapping[str, Engine], batch: Sequence[Request], num_tokens: int) -> None:
-    """Run every arm once, so that allocations and first-call costs are not timed. What fails will fail again, timed."""
-    short = [replace(request, max_new_tokens=min(num_tokens, request.max_new_tokens)) for request in batch]
-    plain = next(iter(arms.values()))
-    with suppress(ModelError):
-        _reveal(arms, plain.generate(short))
-    for engine in arms.values():
+def _warm_up(arms: Mapping[str, Engine], batch: Sequence[Request], num_tokens: int, warm: Collection[str]) -> None:
+    """Run every arm once, so that allocations and first-call costs are not timed."""
+    briefly = [name for name in arms if name in warm and arms[name].controller.request_local]
+    short = [_cut(request, len(request.prompt_ids), num_tokens) for request in batch]
+    _untimed(arms, [name for name in arms if name not in briefly], short)
+    _untimed(arms, briefly, [_cut(request, _BRIEF_TOKENS, _BRIEF_TOKENS) for request in short])
+
+
+def _cut(request: Request, num_prompt: int, num_tokens: int) -> Request:
+    """The end of a prompt, continued for a few tokens."""
+    kept = request.prompt_ids[-num_prompt:]
+    return replace(request, prompt_ids=kept, max_new_tokens=min(num_tokens, request.max_new_tokens))
+
+
+def _untimed(arms: Mapping[str, Engine], names: Sequence[str], batch: Sequence[Request]) -> None:
+    """Decode a batch with some arms, the plain one first in any case. What fails will fail again, timed."""
+    plain = next(iter(arms))
+    if names:
         with suppress(ModelError):
-            engine.generate(short)
+            _reveal(arms, arms[plain].generate(batch))
+    for name in names:
+        if name != plain:
+            with suppress(ModelError):
+                arms[name].generate(batch)
 
 
 def _reveal(arms: Mapping[str, Engine], traces: Sequence[Trace]) -> None:
