@@ -96,7 +96,7 @@ def run(cfg: DictConfig, choices: dict[str, str], shared: Shared | None = None) 
             measured = measure(arms, batches, cfg.warmup_tokens, limit, where, warm)
         for arm in arms.values():
             shared.note(arm.setup, sampling)
-        comparisons = compare_arms(arms, batches, measured, target) if sampling.greedy else {}
+        comparisons = compare_arms(arms, measured, target) if sampling.greedy else {}
         metadata = results.RunMetadata(
             run_id=run_id,
             experiment=cfg.name,
@@ -160,30 +160,37 @@ def measure(
     Raises `ModelError` where nothing at all could be decoded.
     """
     engines = {name: arm.backend.engine for name, arm in arms.items()}
-    total = len(arms) * sum(len(batch) for batch in batches)
-    with tqdm(total=total, desc=where, unit="request", leave=False, dynamic_ncols=True) as bar:
+    turns = sum(1 + len(request.prompt.then if request.prompt else ()) for batch in batches for request in batch)
+    with tqdm(total=len(arms) * turns, desc=where, unit="request", leave=False, dynamic_ncols=True) as bar:
 
         def on_batch(_: str, done: Sequence[Trace]) -> None:
             bar.update(len(done))
 
-        measured = interleave(engines, batches, on_batch, warmup_tokens, time_limit, warm)
+        next_turn = arms[PLAIN].backend.next_turn
+        measured = interleave(engines, batches, on_batch, warmup_tokens, time_limit, warm, next_turn)
     tried = len(measured.traces[PLAIN]) + len(measured.failures.get(PLAIN, {}))
-    if tried < sum(len(batch) for batch in batches):
+    if time_limit is not None and tried < turns:
         log.info("%s: time_limit_seconds=%g was enough for %d prompts", where, time_limit, tried)
     if not measured.traces[PLAIN]:
         raise ModelError(next(iter(measured.failures[PLAIN].values())))
     return measured
 
 
-def compare_arms(
-    arms: dict[str, Arm], batches: list[list[Request]], measured: Measured, target: LoadedModel
-) -> dict[str, Comparison]:
-    """Every greedy arm that claims to be lossless against the plain one."""
-    requests = [request for batch in batches for request in batch]
+def compare_arms(arms: dict[str, Arm], measured: Measured, target: LoadedModel) -> dict[str, Comparison]:
+    """Every greedy arm that claims to be lossless against the plain one, wherever both were asked the same.
+
+    They were not in a conversation whose earlier answer differs, and has been found to.
+    """
+    plain = {request.id: request for request in measured.requests[PLAIN]}
     tolerance = TIE_TOLERANCE[target.model.dtype]
     exact = exact_logits(target.in_float64)
+
+    def same(name: str) -> list[Trace]:
+        pairs = zip(measured.requests[name], measured.traces[name], strict=True)
+        return [trace for request, trace in pairs if plain.get(request.id) == request]
+
     return {
-        name: compare_all(requests, measured.traces[PLAIN], measured.traces[name], exact, tolerance)
+        name: compare_all(measured.requests[PLAIN], measured.traces[PLAIN], same(name), exact, tolerance)
         for name, arm in arms.items()
         if arm.metadata.lossless != Outcome.DECLARED
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from specdec.decoding.engine import Engine
-from specdec.errors import ModelError
+from specdec.errors import ModelError, UsageError
 from specdec.machine.timing import no_garbage
 from specdec.types import Request, Trace
 
@@ -18,12 +18,24 @@ MIN_TIMED_BATCHES = 2
 _BRIEF_TOKENS = 8  # touch what an engine allocates, and no more
 
 
+NextTurn = Callable[[Request, Trace], Request | None]
+"""What a conversation goes on with after an answer; None at its end."""
+
+
 @dataclass
 class Measured:
-    """Traces per arm, in the order of the requests, and what failed: arm → request → why."""
+    """Per arm the requests it has answered and their traces, in the same order, and what failed: arm → request → why.
+
+    The first turns are the same in all arms; a later one holds the arm's own answers.
+    """
 
     traces: dict[str, list[Trace]]
+    requests: dict[str, list[Request]]
     failures: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def fail(self, arm: str, request: Request, error: Exception) -> None:
+        """Note what failed, and why."""
+        self.failures.setdefault(arm, {})[request.id] = str(error)
 
 
 def interleave(
@@ -33,6 +45,7 @@ def interleave(
     warmup_tokens: int = 16,
     time_limit: float | None = None,
     warm: Collection[str] = (),
+    next_turn: NextTurn = lambda request, answer: None,
 ) -> Measured:
     """Decode every batch with every arm, the first arm (plain decoding) first, the others in rotating order.
 
@@ -43,6 +56,9 @@ def interleave(
     others, for lack of a baseline. What cannot be decoded at all is refused (`UsageError`) before the first batch, not
     after hours.
 
+    A conversation's later turns (`next_turn`) are decoded right after its first, by every arm with its own answers; one
+    that no longer fits the window is a failure.
+
     With a `time_limit` (seconds, warm-up not counted) it ends before the batch that would go past it, judged by the
     batches before, but not before the second has been decoded: every arm has decoded the same ones.
     """
@@ -50,7 +66,7 @@ def interleave(
     for engine in arms.values():
         for batch in batches:
             engine.check(batch)
-    measured = Measured({name: [] for name in arms})
+    measured = Measured({name: [] for name in arms}, {name: [] for name in arms})
     _warm_up(arms, batches[0], warmup_tokens, warm)
     with no_garbage():
         start = perf_counter()
@@ -61,7 +77,7 @@ def interleave(
                     break
             turn = index % len(others) if others else 0
             for name in [plain, *others[turn:], *others[:turn]]:
-                traces = _decode(arms[name], name, batch, measured)
+                traces = _decode(arms[name], name, batch, measured, next_turn)
                 on_batch(name, traces)
                 if not traces and name == plain:
                     break
@@ -103,12 +119,36 @@ def _reveal(arms: Mapping[str, Engine], traces: Sequence[Trace]) -> None:
             engine.drafter.reveal(trace.request_id, trace.token_ids)
 
 
-def _decode(engine: Engine, name: str, batch: Sequence[Request], measured: Measured) -> list[Trace]:
-    gc.collect()  # here, not in the middle of a step, where it would be a latency spike of Python's
-    try:
-        traces = engine.generate(batch)
-    except ModelError as error:
-        measured.failures.setdefault(name, {}).update((request.id, str(error)) for request in batch)
-        return []
+def following(batch: Sequence[Request], answers: Sequence[Trace], next_turn: NextTurn) -> list[Request]:
+    """The next turns of a batch's conversations, of those that go on."""
+    turns = (next_turn(request, answer) for request, answer in zip(batch, answers, strict=True))
+    return [turn for turn in turns if turn is not None]
+
+
+def _decode(
+    engine: Engine, name: str, batch: Sequence[Request], measured: Measured, next_turn: NextTurn
+) -> list[Trace]:
+    """The batch and its conversations' later turns; what fails is noted, and a conversation ends there."""
+    traces: list[Trace] = []
+    while batch:
+        gc.collect()  # here, not in the middle of a step, where it would be a latency spike of Python's
+        try:
+            answers = engine.generate(batch)
+        except ModelError as error:
+            for request in batch:
+                measured.fail(name, request, error)
+            break
+        traces += answers
+        measured.requests[name] += batch
+        batch = [turn for turn in following(batch, answers, next_turn) if _fits(engine, name, turn, measured)]
     measured.traces[name] += traces
     return traces
+
+
+def _fits(engine: Engine, name: str, turn: Request, measured: Measured) -> bool:
+    try:
+        engine.check([turn])
+    except UsageError as error:
+        measured.fail(name, turn, error)
+        return False
+    return True
