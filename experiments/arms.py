@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +11,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.building import build
+from experiments.sharing import Shared
 from specdec.backends.native import NativeBackend
 from specdec.controllers.fixed import FixedController
 from specdec.drafters.none import NoDrafter
 from specdec.errors import UsageError
+from specdec.machine.interrupts import check
 from specdec.measurement.results import ArmMetadata
 from specdec.verifiers.rejection import RejectionVerifier
 
@@ -23,10 +26,11 @@ GROUPS = ("drafter", "verifier", "controller")
 
 @dataclass(frozen=True)
 class Arm:
-    """One decoding setup and how it is described beside its results."""
+    """One decoding setup and how it is described beside its results. setup: all that it was made of, as text."""
 
     backend: NativeBackend
     metadata: ArmMetadata
+    setup: str
 
 
 def arm_configs(cfg: DictConfig, choices: Mapping[str, str]) -> dict[str, DictConfig]:
@@ -66,15 +70,20 @@ def _detached(config: DictConfig, root: DictConfig) -> DictConfig:
     return resolved
 
 
-def build_arms(cfg: DictConfig, choices: Mapping[str, str], target: Any) -> tuple[dict[str, Arm], dict[str, str]]:
-    """The run's arms, plain first, and those skipped: name → why.
+def build_arms(
+    cfg: DictConfig, choices: Mapping[str, str], target: Any, shared: Shared | None = None
+) -> tuple[dict[str, Arm], dict[str, str]]:
+    """The run's arms, plain first, and those skipped: name → why. shared: what earlier runs have made.
 
     Raises `UsageError` for a lossy rule where `require_lossless` is set.
     """
     # Not through `build`: it would turn the loaded model, a dataclass, into configuration.
     new_backend = partial(build(cfg.backend), target=target, new_cache=build(cfg.cache))
-    arms, skipped = {PLAIN: _plain(new_backend)}, {}
+    arms, skipped = {PLAIN: _plain(new_backend, _setup(cfg))}, {}
+    shared = shared or Shared()
     for name, config in arm_configs(cfg, choices).items():
+        check()
+        setup = _setup(cfg, config)
         parts = {group: build(config[group]) for group in GROUPS}
         if cfg.require_lossless and not parts["verifier"].lossless:
             rule = type(parts["verifier"]).__name__
@@ -86,14 +95,21 @@ def build_arms(cfg: DictConfig, choices: Mapping[str, str], target: Any) -> tupl
         if cfg.sampling.temperature > 0 and greedy_only:
             skipped[name] = f"{greedy_only[0]} works at temperature 0 only"
             continue
-        arms[name] = Arm(new_backend(**parts), _describe(config, parts))
+        backend = new_backend(**parts, measure=partial(shared.step_costs, setup))
+        arms[name] = Arm(backend, _describe(config, parts), setup)
     return arms, skipped
 
 
-def _plain(new_backend: partial[NativeBackend]) -> Arm:
+def _setup(cfg: DictConfig, *parts: DictConfig) -> str:
+    """What an arm is made of, apart from the prompts and how they are sampled."""
+    around = OmegaConf.masked_copy(cfg, ["target", "backend", "cache", "hardware"])
+    return json.dumps([OmegaConf.to_container(part, resolve=True) for part in (around, *parts)], sort_keys=True)
+
+
+def _plain(new_backend: partial[NativeBackend], setup: str) -> Arm:
     backend = new_backend(drafter=NoDrafter(), verifier=RejectionVerifier(), controller=FixedController(0))
     metadata = ArmMetadata("none", "rejection", "fixed", num_draft_tokens=0, lossless="equal")
-    return Arm(backend, metadata)
+    return Arm(backend, metadata, setup)
 
 
 def _describe(config: DictConfig, parts: Mapping[str, Any]) -> ArmMetadata:

@@ -6,6 +6,11 @@ fault, with 3 if the rule declares itself lossy, and with 2 if the setup cannot 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first of all: what follows takes seconds to import, and Ctrl-C may come meanwhile
+    from specdec.machine.interrupts import hold
+
+    hold()
+
 import json
 import sys
 from dataclasses import replace
@@ -21,6 +26,8 @@ from experiments.sweep import load_target
 from specdec.audit import Audit, Finding, Plan, audit
 from specdec.backends.native import to_request
 from specdec.errors import ModelError, UsageError
+from specdec.machine.interrupts import guarded
+from specdec.measurement import results
 from specdec.types import SamplingParams
 from specdec.workloads import Workload
 
@@ -83,11 +90,11 @@ def run(cfg: DictConfig) -> Audit:
             on_finding=on_finding,
         )
     folder = Path(cfg.results_dir) / cfg.name
-    folder.mkdir(parents=True, exist_ok=True)
+    results.prepare_folder(folder)
     content = found.as_dict() | {"config": OmegaConf.to_container(cfg)}
-    (folder / "audit.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    results.write_text(folder / "audit.json", json.dumps(content, indent=1) + "\n")
     return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, "interrupted: nothing is written of an audit that has not ended"))

@@ -13,9 +13,6 @@ from omegaconf.errors import MissingMandatoryValue
 
 from specdec.errors import UsageError
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
-
 
 def build(config: DictConfig) -> Any:
     """What the configuration's `_target_` makes.

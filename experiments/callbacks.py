@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from experiments.report import report
 from specdec.errors import UsageError
+from specdec.machine.interrupts import wait_for_workers
 from specdec.measurement.results import prepare_folder
 
 
@@ -32,6 +33,8 @@ class SweepCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """The same; then count the runs and open the bar."""
         _prepare_folder(config)
+        if not str(config.hydra.launcher._target_).endswith(".BasicLauncher"):
+            wait_for_workers()
         self._bar = tqdm(total=num_runs(config), desc="runs", unit="run", file=sys.stderr, dynamic_ncols=True)
 
     def on_job_end(self, config: DictConfig, job_return: Any, **kwargs: Any) -> None:

@@ -7,6 +7,11 @@ interruption the same command continues.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first of all: what follows takes seconds to import, and Ctrl-C may come meanwhile
+    from specdec.machine.interrupts import hold
+
+    hold()
+
 import shlex
 import sys
 from dataclasses import asdict, replace
@@ -19,13 +24,15 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from experiments.building import INTERRUPTED, build
+from experiments.building import build
+from experiments.report import save_figure
 from specdec.distill.card import card
 from specdec.distill.harvest import HarvestPlan
 from specdec.distill.prompts import training_prompts
 from specdec.distill.session import Acceptance, Session, gather
 from specdec.distill.trainer import TrainingStep
 from specdec.errors import ModelError, UsageError
+from specdec.machine.interrupts import check, guarded
 from specdec.measurement import results
 from specdec.models.loading import LoadedModel
 from specdec.plots.training import training_curves
@@ -40,9 +47,6 @@ def main(cfg: DictConfig) -> None:
         distill(cfg)
     except (UsageError, ModelError) as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(INTERRUPTED)
 
 
 def distill(cfg: DictConfig) -> None:
@@ -114,6 +118,7 @@ def _train(
             bar.update()
             bar.set_postfix_str(f"loss {step.loss:.3f}, agree {step.agreement[0]:.2f}, {rate:,.0f} tokens/s")
             curves.add(step)
+            check()
             if (step.step + 1) % plan.evaluate_every == 0 or step.step + 1 == plan.steps:
                 session.write(training)
                 for temperature in cfg.evaluation.temperatures:
@@ -148,9 +153,7 @@ class Curves:
         alpha = pd.DataFrame(self._alpha).drop_duplicates(["step", "temperature"], keep="last")
         results.write_text(self._folder / "loss.csv", loss.to_csv(index=False))
         results.write_text(self._folder / "alpha.csv", alpha.to_csv(index=False))
-        figure = training_curves(loss, alpha)
-        for kind in ("png", "svg"):
-            figure.savefig(self._folder / f"curves.{kind}", dpi=150)
+        save_figure(training_curves(loss, alpha), self._folder / "curves")
 
 
 def _read(file: Path) -> list[dict[Any, Any]]:
@@ -173,4 +176,4 @@ def _row(found: Acceptance) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(guarded(main, "interrupted: the same command goes on from the last checkpoint"))

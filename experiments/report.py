@@ -18,6 +18,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from specdec.errors import UsageError
+from specdec.machine.interrupts import check, guarded
 from specdec.measurement.metrics import POSITION_COLUMNS, SUMMARY_COLUMNS, Column, conform, per_position, summarise
 from specdec.measurement.results import Run, load_runs, write_text
 from specdec.measurement.traces import TraceError, replacing
@@ -39,6 +40,7 @@ def report(folder: Path, figures_only: bool = False) -> pd.DataFrame:
             write_text(folder / "positions.csv", positions.to_csv(index=False))
         (folder / "figures").mkdir(exist_ok=True)
         for name, figure in figures(summary, positions).items():
+            check()
             save_figure(figure, folder / "figures" / name)
     except OSError as error:
         raise UsageError(f"the report can't be written to {folder} ({error.strerror}); copy the folder") from error
@@ -74,7 +76,7 @@ def table(summary: pd.DataFrame) -> str:
         "arm": summary["arm"] + summary["synthetic"].map({True: " (synthetic)", False: ""}),
         "alpha": _format(summary["acceptance_rate"], "{:.2f}"),
         "tau": _format(summary["block_efficiency"], "{:.2f}"),
-        "c": _format(summary["draft_cost"], "{:.3f}"),
+        "c": _format(summary["drafting_cost"], "{:.3f}"),
         "tok/s": _format(summary["tokens_per_second"], "{:.1f}"),
         "speedup": _limits(summary, "speedup", "{:.2f}"),
         "p99 step, ms": _p99(summary),
@@ -133,6 +135,7 @@ def _aggregate(runs: Sequence[Run], folder: Path) -> Tables:
         raise UsageError(f"no finished run lies in {folder / 'runs'}; make some with python -m experiments.sweep")
     summaries, positions = [], []
     for run in runs:
+        check()
         try:
             frames = run.frames()
         except TraceError as error:
@@ -204,4 +207,4 @@ def _revisions(summary: pd.DataFrame) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, "interrupted: the same command makes the report"))

@@ -6,12 +6,17 @@ prompt. It leaves raw traces and metadata under results/<name>/runs/<run id>/. A
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first of all: what follows takes seconds to import, and Ctrl-C may come meanwhile
+    from specdec.machine.interrupts import hold
+
+    hold()
+
 import dataclasses
 import json
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,13 +30,15 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from experiments.arms import PLAIN, Arm, build_arms
-from experiments.building import INTERRUPTED, build, plug_in
+from experiments.building import build, plug_in
 from experiments.report import report, table
+from experiments.sharing import Shared
 from specdec.errors import ModelError, UsageError
+from specdec.machine.interrupts import check, guarded, holding
 from specdec.measurement import results, traces
 from specdec.measurement.interleaving import Measured, interleave
 from specdec.measurement.lossless import TIE_TOLERANCE, Comparison, Outcome, compare_all, exact_logits
-from specdec.models.loading import LoadedModel
+from specdec.models.loading import LoadedModel, shared_models
 from specdec.types import Request, SamplingParams, Trace
 from specdec.workloads import Workload
 
@@ -39,6 +46,8 @@ log = logging.getLogger(__name__)
 
 NOT_IDENTITY = ("name", "results_dir", "share_device", "require_lossless")
 """Settings that leave the result as it is."""
+_SHARED = Shared()
+"""Runs of a sweep are calls of `main`, and Hydra keeps nothing between them."""
 
 
 class NotLosslessError(RuntimeError):
@@ -51,9 +60,11 @@ def main(cfg: DictConfig) -> None:
     hydra_cfg = HydraConfig.get()
     plug_in()
     try:
-        written = run(cfg, dict(hydra_cfg.runtime.choices))
-        if hydra_cfg.mode == RunMode.RUN:
-            print(table(report(written.parent.parent).query("run_id == @written.name")))
+        with holding():  # a launcher may have sent this run to a process of its own
+            check()
+            written = run(cfg, dict(hydra_cfg.runtime.choices), _SHARED)
+            if hydra_cfg.mode == RunMode.RUN:
+                print(table(report(written.parent.parent).query("run_id == @written.name")))
     except (UsageError, ModelError, NotLosslessError) as error:
         if hydra_cfg.mode == RunMode.RUN:
             sys.exit(f"error: {error}")
@@ -61,8 +72,9 @@ def main(cfg: DictConfig) -> None:
         raise CompactHydraException(f"error: {error}") from None
 
 
-def run(cfg: DictConfig, choices: dict[str, str]) -> Path:
-    """Carry out one run unless it is finished; returns its folder."""
+def run(cfg: DictConfig, choices: dict[str, str], shared: Shared | None = None) -> Path:
+    """Carry out one run unless it is finished; returns its folder. shared: what earlier runs have made."""
+    shared = shared or Shared()
     sampling: SamplingParams = build(cfg.sampling)
     workload: Workload = build(cfg.workload)
     limit = time_limit(cfg)
@@ -75,11 +87,16 @@ def run(cfg: DictConfig, choices: dict[str, str]) -> Path:
             log.info("%s: run %s is finished; skipped", where, run_id)
             return results.run_folder(folder, run_id)
         target = load_target(cfg)
+        check()
         with results.timed_lock(str(target.model.device), shared=cfg.share_device):
-            arms, skipped = build_arms(cfg, choices, target)  # cost-aware controllers time this machine here
+            with shared_models(shared.drafts):  # some controllers time this machine here
+                arms, skipped = build_arms(cfg, choices, target, shared)
             batches = arms[PLAIN].backend.batches(workload.prompts, sampling)
-            measured = measure(arms, batches, cfg.warmup_tokens, limit, where)
-        comparisons = compare_arms(arms, batches, measured, target) if sampling.greedy else {}
+            warm = {name for name, arm in arms.items() if shared.warm(arm.setup, sampling)}
+            measured = measure(arms, batches, cfg.warmup_tokens, limit, where, warm)
+        for arm in arms.values():
+            shared.note(arm.setup, sampling)
+        comparisons = compare_arms(arms, measured, target) if sampling.greedy else {}
         metadata = results.RunMetadata(
             run_id=run_id,
             experiment=cfg.name,
@@ -131,37 +148,49 @@ def _load_once(target: str) -> LoadedModel:
 
 
 def measure(
-    arms: dict[str, Arm], batches: list[list[Request]], warmup_tokens: int, time_limit: float | None, where: str
+    arms: dict[str, Arm],
+    batches: list[list[Request]],
+    warmup_tokens: int,
+    time_limit: float | None,
+    where: str,
+    warm: Collection[str] = (),
 ) -> Measured:
     """Decode everything, or what the time limit (seconds) allows, with a progress bar in requests.
 
     Raises `ModelError` where nothing at all could be decoded.
     """
     engines = {name: arm.backend.engine for name, arm in arms.items()}
-    total = len(arms) * sum(len(batch) for batch in batches)
-    with tqdm(total=total, desc=where, unit="request", leave=False, dynamic_ncols=True) as bar:
+    turns = sum(1 + len(request.prompt.then if request.prompt else ()) for batch in batches for request in batch)
+    with tqdm(total=len(arms) * turns, desc=where, unit="request", leave=False, dynamic_ncols=True) as bar:
 
         def on_batch(_: str, done: Sequence[Trace]) -> None:
             bar.update(len(done))
 
-        measured = interleave(engines, batches, on_batch, warmup_tokens, time_limit)
+        next_turn = arms[PLAIN].backend.next_turn
+        measured = interleave(engines, batches, on_batch, warmup_tokens, time_limit, warm, next_turn)
     tried = len(measured.traces[PLAIN]) + len(measured.failures.get(PLAIN, {}))
-    if tried < sum(len(batch) for batch in batches):
+    if time_limit is not None and tried < turns:
         log.info("%s: time_limit_seconds=%g was enough for %d prompts", where, time_limit, tried)
     if not measured.traces[PLAIN]:
         raise ModelError(next(iter(measured.failures[PLAIN].values())))
     return measured
 
 
-def compare_arms(
-    arms: dict[str, Arm], batches: list[list[Request]], measured: Measured, target: LoadedModel
-) -> dict[str, Comparison]:
-    """Every greedy arm that claims to be lossless against the plain one."""
-    requests = [request for batch in batches for request in batch]
+def compare_arms(arms: dict[str, Arm], measured: Measured, target: LoadedModel) -> dict[str, Comparison]:
+    """Every greedy arm that claims to be lossless against the plain one, wherever both were asked the same.
+
+    They were not in a conversation whose earlier answer differs, and has been found to.
+    """
+    plain = {request.id: request for request in measured.requests[PLAIN]}
     tolerance = TIE_TOLERANCE[target.model.dtype]
     exact = exact_logits(target.in_float64)
+
+    def same(name: str) -> list[Trace]:
+        pairs = zip(measured.requests[name], measured.traces[name], strict=True)
+        return [trace for request, trace in pairs if plain.get(request.id) == request]
+
     return {
-        name: compare_all(requests, measured.traces[PLAIN], measured.traces[name], exact, tolerance)
+        name: compare_all(measured.requests[PLAIN], measured.traces[PLAIN], same(name), exact, tolerance)
         for name, arm in arms.items()
         if arm.metadata.lossless != Outcome.DECLARED
     }
@@ -199,14 +228,10 @@ def refuse_faults(comparisons: dict[str, Comparison]) -> None:
         raise NotLosslessError("; ".join(f"arm {name} is not lossless: {found}" for name, found in faults.items()))
 
 
-def command() -> None:
-    """`main` as a shell calls it: Ctrl-C may come between two runs, when only Hydra is at work."""
-    try:
-        main()
-    except KeyboardInterrupt:
-        print("interrupted: finished runs are kept, and the same command goes on with the rest", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+def command() -> int:
+    """`main` as a shell calls it: Ctrl-C may come at any moment, also while only Hydra is at work."""
+    return guarded(main, "interrupted: finished runs are kept, and the same command goes on with the rest")
 
 
 if __name__ == "__main__":
-    command()
+    sys.exit(command())

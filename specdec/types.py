@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -71,10 +71,19 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What a user says after the model's answer, and the id of the request that it becomes."""
+
+    id: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Prompt:
     """What a user asks, before any tokenizer has seen it.
 
-    Exactly one of `text` (raw continuation) and `messages` (chat template) is set.
+    Exactly one of `text` (raw continuation) and `messages` (chat template) is set. then: further turns of the
+    conversation, each asked once the one before has been answered, by whoever decodes it.
     """
 
     id: str
@@ -84,15 +93,29 @@ class Prompt:
     tier: str = "unknown"
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    then: tuple[Turn, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.messages is None):
             raise UsageError(f"prompt {self.id!r} needs exactly one of text and messages")
+        if self.then and self.messages is None:
+            raise UsageError(f"prompt {self.id!r} is raw text, which no turn can follow; give it as messages")
+
+    def answered(self, text: str) -> Prompt | None:
+        """The conversation's next turn after this answer; None at its end."""
+        if not self.then or self.messages is None:
+            return None
+        turn, *others = self.then
+        said = ({"role": "assistant", "content": text}, {"role": "user", "content": turn.text})
+        return replace(self, id=turn.id, messages=(*self.messages, *said), then=tuple(others))
 
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode: prompt token ids and everything that shapes its continuation."""
+    """One sequence to decode: prompt token ids and everything that shapes its continuation.
+
+    prompt: what it was made from, for a conversation to go on; None: there was nothing else.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -100,6 +123,7 @@ class Request:
     max_new_tokens: int = 128
     eos_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    prompt: Prompt | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -47,7 +47,9 @@ Kinds that a part's own tests hold too are named here, as `file::test`, files be
 - a setting that is missing, unknown, or no number
     test_bad_input::test_the_command_says_it_in_one_sentence
 - Ctrl-C in a sweep
-    test_bad_input::test_a_sweep_that_is_interrupted_goes_on_where_it_stopped
+    experiments/test_interrupts::test_at_any_moment_it_ends_with_one_sentence_and_loses_nothing
+    experiments/test_interrupts::test_it_goes_on_where_it_stopped
+    experiments/test_interrupts::test_a_second_one_stops_at_once
     test_run_smoke::test_an_interrupted_run_leaves_nothing_and_runs_again
     measurement/test_results::test_an_interrupted_write_leaves_no_run
 - two sweeps in one folder at once
@@ -62,10 +64,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -359,34 +358,3 @@ def test_a_sweep_says_what_failed_and_finishes_the_rest(command: Command, files:
 
 def options_first(*arguments: str) -> list[str]:
     return sorted(arguments, key=lambda argument: not argument.startswith("-"))
-
-
-def interruptible(*overrides: str) -> subprocess.Popen[str]:
-    """The command as a terminal starts it: Ctrl-C reaches it, whatever started these tests."""
-    code = (
-        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "runpy.run_module('experiments.sweep', run_name='__main__', alter_sys=True)"
-    )
-    return subprocess.Popen([sys.executable, "-c", code, *overrides], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-
-
-def test_a_sweep_that_is_interrupted_goes_on_where_it_stopped(
-    settings: list[str], command: Command, files: Path
-) -> None:
-    overrides = ["-m", "sampling.temperature=0,1", "workload.max_new_tokens=40"]
-    runs = files / "results" / "adhoc" / "runs"
-    with interruptible(*options_first(*settings, *overrides)) as process:
-        while not list(runs.glob("[!.]*/metadata.json")) and process.poll() is None:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        shown = process.communicate(timeout=60)[1]
-    assert process.returncode == sweep.INTERRUPTED, shown
-    assert "interrupted: finished runs are kept, and the same command goes on with the rest" in shown
-    assert "Traceback" not in shown
-    finished = {path.parent.name: path.stat().st_mtime_ns for path in runs.glob("*/metadata.json")}
-    assert len(finished) == 1
-    assert {path.name for path in runs.iterdir() if path.is_dir()} == set(finished), "something is half-written"
-    assert command(*overrides)[0] == 0
-    after = {path.parent.name: path.stat().st_mtime_ns for path in runs.glob("*/metadata.json")}
-    assert len(after) == 2
-    assert finished.items() <= after.items(), "a finished run was run again"

@@ -7,6 +7,11 @@ results/bench/ (with --quick under results/bench/quick/).
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first of all: what follows takes seconds to import, and Ctrl-C may come meanwhile
+    from specdec.machine.interrupts import hold
+
+    hold()
+
 import argparse
 import json
 import shlex
@@ -26,6 +31,7 @@ from experiments.bench.subject import Setting, Subject
 from experiments.bench.tables import Row, markdown
 from experiments.report import save_figure
 from specdec.errors import UsageError
+from specdec.machine.interrupts import check, guarded
 from specdec.measurement import results
 from specdec.measurement.results import Provenance
 from specdec.models.loading.model import resolve_device, resolve_dtype
@@ -137,6 +143,7 @@ def measure(
     for dtype in dtypes:
         subject = Subject(setting, dtype)
         for name, part in parts.items():
+            check()
             if part.dtype is not None and dtype != dtypes[0]:
                 continue
             raw = part.measure(subject, plan)
@@ -189,4 +196,4 @@ def _stamp(setting: Setting, provenance: Provenance) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, "interrupted: what was measured is kept; --only measures the other parts"))

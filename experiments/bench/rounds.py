@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from tqdm import tqdm
 
+from specdec.machine.interrupts import check
 from specdec.machine.timing import Stopwatch, no_garbage
 
 Result = TypeVar("Result")
@@ -34,6 +35,7 @@ def rounds(limit: Limit, label: str) -> Iterator[int]:
     start = time.perf_counter()
     with tqdm(total=limit.rounds, desc=label, unit="round", leave=False, dynamic_ncols=True) as bar, no_garbage():
         for number in range(limit.rounds):
+            check()
             yield number
             gc.collect()
             bar.update()

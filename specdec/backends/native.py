@@ -8,12 +8,14 @@ from dataclasses import replace
 from specdec.backends.base import Backend
 from specdec.controllers.base import Controller
 from specdec.controllers.fixed import FixedController
+from specdec.costmodel import StepCosts
 from specdec.decoding.engine import Engine, NewCache, preferred_cache
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.errors import UsageError
 from specdec.measurement.calibration import step_costs
+from specdec.measurement.interleaving import following
 from specdec.models.loading import LoadedModel, load_model
 from specdec.types import Chunk, Prompt, Request, SamplingParams, Trace
 from specdec.verifiers.base import Verifier
@@ -34,7 +36,9 @@ class NativeBackend(Backend):
         *,
         new_cache: NewCache = preferred_cache,
         batch_size: int = 1,
+        measure: Callable[[Engine], StepCosts] | None = None,
     ) -> None:
+        """measure: step costs for a controller that weighs time; None: timed here and now."""
         if batch_size < 1:
             raise UsageError(f"batch_size={batch_size} is not possible; it must be at least 1")
         self.target = target
@@ -42,21 +46,29 @@ class NativeBackend(Backend):
         self.engine = Engine(
             target.model, drafter, verifier, controller, tokenizer=target.tokenizer, new_cache=new_cache
         )
-        controller.bind(lambda: step_costs(self.engine))
+        controller.bind(lambda: (measure or step_costs)(self.engine))
 
     def run(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, on_chunk: Callable[[Chunk], None] | None = None
     ) -> list[Trace]:
-        """Decode every prompt with the same sampling options."""
+        """Decode every prompt with the same sampling options; a conversation's turns follow its batch."""
         traces: list[Trace] = []
         for batch in self.batches(prompts, sampling):
-            traces += self.engine.generate(batch, on_chunk)
+            while batch:
+                answers = self.engine.generate(batch, on_chunk)
+                traces += answers
+                batch = following(batch, answers, self.next_turn)
         return traces
 
     def batches(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Request]]:
         """The prompts as requests, `batch_size` at a time."""
         requests = [to_request(prompt, sampling, self.target) for prompt in prompts]
         return [requests[start : start + self.batch_size] for start in range(0, len(requests), self.batch_size)]
+
+    def next_turn(self, request: Request, answer: Trace) -> Request | None:
+        """What the request's conversation goes on with after this answer, read anew from its first token; or None."""
+        prompt = request.prompt and request.prompt.answered(answer.text)
+        return None if prompt is None else to_request(prompt, request.sampling, self.target)
 
     def generate(
         self,
@@ -87,6 +99,7 @@ def to_request(prompt: Prompt, sampling: SamplingParams, target: LoadedModel) ->
         max_new_tokens=DEFAULT_MAX_NEW_TOKENS if prompt.max_new_tokens is None else prompt.max_new_tokens,
         eos_ids=target.eos_ids,
         stop=prompt.stop,
+        prompt=prompt,
     )
 
 

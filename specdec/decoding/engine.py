@@ -20,6 +20,7 @@ from specdec.decoding.recording import Lap, Recording, StepId, record_step
 from specdec.decoding.sequence import OnChunk, Sequence_
 from specdec.drafters.base import DraftContext, Drafter
 from specdec.errors import UsageError
+from specdec.machine import interrupts
 from specdec.machine.timing import PeakMemory, Stopwatch
 from specdec.models.base import LanguageModel
 from specdec.models.vocabulary.tokenizer import Tokenizer
@@ -107,6 +108,7 @@ class Engine:
         clock = Stopwatch(self.target.device)
         self._prefill(batch, clock)
         while active := self._unfinished(batch):
+            interrupts.check()
             self._step(active, clock)
         peak = self._memory.read()
         return [sequence.trace(peak) for sequence in batch]

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +94,8 @@ def to_frames(traces: Iterable[Trace], arm: str) -> Frames:
     """Tables of one arm's traces, checked: raises `TraceError` where a trace contradicts itself."""
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in SCHEMAS}
     for trace in traces:
-        rows["steps"] += [{"arm": arm, **asdict(step)} for step in trace.steps]
-        rows["tokens"] += [{"arm": arm, **asdict(token), "kind": token.kind.value} for token in trace.tokens]
+        rows["steps"] += [{"arm": arm, **vars(step)} for step in trace.steps]
+        rows["tokens"] += [{"arm": arm, **vars(token), "kind": token.kind.value} for token in trace.tokens]
         rows["requests"].append({"arm": arm, **_request_row(trace)})
     frames = Frames(**{name: _to_pandas(pa.Table.from_pylist(rows[name], SCHEMAS[name])) for name in SCHEMAS})
     check(frames)

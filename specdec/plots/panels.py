@@ -93,7 +93,7 @@ def p99_by_workload(table: pd.DataFrame, ax: Axes, name: str, styles: dict[str, 
 
 
 def step_time(table: pd.DataFrame, ax: Axes) -> None:
-    """Stacked shares of step time per arm, runs pooled by seconds, the mean step in milliseconds, and draft cost c."""
+    """Stacked shares of step time per arm, runs pooled by seconds, mean step in milliseconds, and drafting cost c."""
     colours = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
     seconds = table[[f"{part}_share" for part in PARTS]].mul(table["decode_seconds"], axis=0)
     totals = seconds.assign(arm=table["arm"], all=table["decode_seconds"], steps=table["num_steps"])
@@ -105,7 +105,7 @@ def step_time(table: pd.DataFrame, ax: Axes) -> None:
         left = left + width
     spread = table.groupby("arm", sort=False)["forward_share"].agg(["min", "max"])
     ax.hlines(range(len(pooled)), spread["min"], spread["max"], color=INK, linewidth=1.2)
-    cost = table.groupby("arm", sort=False)["draft_cost"].median()
+    cost = table.groupby("arm", sort=False)["drafting_cost"].median()
     milliseconds = (pooled["all"] / pooled["steps"].astype(float)) * 1e3
     for place, (step, c) in enumerate(zip(milliseconds, cost[pooled.index], strict=True)):
         said = f"{step:.1f} ms" if np.isnan(c) else f"{step:.1f} ms, c = {c:.3f}"

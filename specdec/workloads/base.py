@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from specdec.errors import UsageError
 from specdec.types import Prompt
@@ -30,8 +31,8 @@ class Workload:
 
     @property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of the prompts as they will be run: text, order, stops and token limits."""
-        canonical = json.dumps([asdict(prompt) for prompt in self.prompts], sort_keys=True)
+        """Hex SHA-256 of the prompts as they will be run: text, turns, order, stops and token limits."""
+        canonical = json.dumps([_described(prompt) for prompt in self.prompts], sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def shuffled(self, seed: int) -> Workload:
@@ -53,6 +54,11 @@ class Workload:
         if count < 1:
             raise UsageError(f"max_new_tokens={count} is not possible; it must be at least 1")
         return replace(self, prompts=tuple(replace(prompt, max_new_tokens=count) for prompt in self.prompts))
+
+
+def _described(prompt: Prompt) -> dict[str, Any]:
+    """What is hashed of a prompt. Turns only where there are any: the hashes of committed runs stay."""
+    return {name: value for name, value in asdict(prompt).items() if name != "then" or value}
 
 
 def _rank(seed: int, prompt_id: str) -> str:

@@ -10,10 +10,10 @@ from string import Formatter
 from typing import Any, TypeVar
 
 from specdec.errors import UsageError
-from specdec.types import Prompt
+from specdec.types import Prompt, Turn
 from specdec.workloads.base import TIERS, Workload
 from specdec.workloads.rows import Row, read_rows, stem
-from specdec.workloads.turns import FORMATS, TURNS, Message, conversation, up_to
+from specdec.workloads.turns import FORMATS, TURNS, Asked, Message, asked, conversation
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def load_dataset(
     path, config, split, streaming: as in `rows.read_rows`. columns: field → column, dots reach into nested ones;
     `text` is what is asked (a string, a list of turns, or a list of messages with role and content), `id` and
     `category` are optional, others are for `template`, which is put around every user turn. format: `chat` or `raw`.
-    turns: `first`, or `all`: a prompt per user turn, holding the conversation before it as far as the data has it.
+    turns: `first`, or `all`: every user turn, after the data's answers as far as it has any, else after the model's.
     category: keep rows of these only; they join the workload's name. placeholder: text that stands for withheld data;
     refused, or left out if `skip_placeholders`. tiers: category → tier, where it is not `tier`. limit: prompts, after
     shuffling. UsageError, naming the value and the way out, on anything that is not possible.
@@ -80,7 +80,7 @@ class _Shape:
     workload: str
     columns: Mapping[str, str]
     template: str
-    pack: Callable[[Sequence[Message], str], Mapping[str, Any]]
+    pack: Callable[[Asked, str], Mapping[str, Any]]
     turns: slice
     tier: str
     tiers: Mapping[str, str]
@@ -137,15 +137,17 @@ def _prompts(rows: Iterator[tuple[int, Row]], shape: _Shape) -> Iterator[Prompt]
     for number, row in rows:
         own = str(shape.value(row, "id")) if "id" in shape.columns else f"{shape.workload}-{number}"
         category = str(shape.value(row, "category")) if shape.tiers else ""
-        conversations = up_to(shape.messages(row), shape.turns)
-        for turn, messages in enumerate(conversations, start=1):
+        found = asked(shape.messages(row), shape.turns)
+        several = sum(1 + len(each.then) for each in found) > 1
+        for each in found:
             yield Prompt(
-                id=own if len(conversations) == 1 else f"{own}/{turn}",
+                id=f"{own}/{each.turn}" if several else own,
                 workload=shape.workload,
                 tier=shape.tiers.get(category, shape.tier),
                 max_new_tokens=shape.max_new_tokens,
                 stop=shape.stop,
-                **shape.pack(messages, row.where),
+                then=tuple(Turn(f"{own}/{turn}", text) for turn, text in enumerate(each.then, start=each.turn + 1)),
+                **shape.pack(each, row.where),
             )
 
 
@@ -167,6 +169,7 @@ def _without_placeholders(
 ) -> Iterator[Prompt]:
     for prompt in prompts:
         texts = [prompt.text or "", *(message["content"] for message in prompt.messages or ())]
+        texts += [turn.text for turn in prompt.then]
         if placeholder is None or not any(placeholder in text for text in texts):
             yield prompt
         elif not skip:
@@ -214,7 +217,8 @@ def _common_tier(prompts: tuple[Prompt, ...]) -> str:
 def _refuse_none_and_duplicates(prompts: tuple[Prompt, ...], path: str) -> None:
     if not prompts:
         raise UsageError(f"{path} gives no prompts; check the file, category and skip_placeholders")
-    prompt_id, count = Counter(prompt.id for prompt in prompts).most_common(1)[0]
+    ids = [name for prompt in prompts for name in (prompt.id, *(turn.id for turn in prompt.then))]
+    prompt_id, count = Counter(ids).most_common(1)[0]
     if count > 1:
         raise UsageError(
             f"{path} uses the id {prompt_id!r} {count} times; set columns.id to a column that is unique, or to null"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.errors import UsageError
 
 Message = dict[str, str]
 
 TURNS: Mapping[str, slice] = {"first": slice(1), "all": slice(None)}
-"""Which of a row's user turns become prompts."""
+"""Which of a row's user turns are asked."""
 
 _ROLES = ("system", "user", "assistant")
 
@@ -33,14 +33,29 @@ def conversation(value: Any, where: str) -> list[Message]:
     return [{"role": role, "content": content} for role, content in messages]
 
 
-def up_to(messages: Sequence[Message], turns: slice) -> list[list[Message]]:
-    """For each of the chosen user turns, the conversation that ends in it.
+class Asked(NamedTuple):
+    """A prompt's messages, and what is asked after the model's own answers to it. turn: its number, from 1."""
 
-    Answers are there as far as the data holds them. User turns with no answer between them become one message: a
-    model's own answers don't exist before it has run, and most chat templates refuse two user turns in a row.
+    turn: int
+    messages: list[Message]
+    then: list[str]
+
+
+def asked(messages: Sequence[Message], turns: slice) -> list[Asked]:
+    """The chosen user turns as prompts.
+
+    Where the data holds the answer to a turn, the next one is a prompt of its own, with the conversation so far. Where
+    it holds none, the next one follows the model's. In what lies further back, user turns without an answer become one
+    message: most chat templates refuse two in a row.
     """
+    found: list[Asked] = []
     ends = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    return [_merged(messages[: end + 1]) for end in ends[turns]]
+    for turn, end in list(enumerate(ends, start=1))[turns]:
+        if found and messages[end - 1]["role"] == "user":
+            found[-1].then.append(messages[end]["content"])
+        else:
+            found.append(Asked(turn, _merged(messages[: end + 1]), []))
+    return found
 
 
 def _message(turn: Any) -> tuple[Any, Any]:
@@ -56,15 +71,15 @@ def _merged(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _as_chat(messages: Sequence[Message], where: str) -> Mapping[str, Any]:
-    return {"messages": tuple(messages)}
+def _as_chat(found: Asked, where: str) -> Mapping[str, Any]:
+    return {"messages": tuple(found.messages)}
 
 
-def _as_raw(messages: Sequence[Message], where: str) -> Mapping[str, Any]:
-    if len(messages) > 1:
+def _as_raw(found: Asked, where: str) -> Mapping[str, Any]:
+    if len(found.messages) > 1 or found.then:
         raise UsageError(f"{where} is a conversation, which format=raw can't hold; set format=chat")
-    return {"text": messages[0]["content"]}
+    return {"text": found.messages[0]["content"]}
 
 
-FORMATS: Mapping[str, Callable[[Sequence[Message], str], Mapping[str, Any]]] = {"chat": _as_chat, "raw": _as_raw}
+FORMATS: Mapping[str, Callable[[Asked, str], Mapping[str, Any]]] = {"chat": _as_chat, "raw": _as_raw}
 """How messages become a `Prompt`: through the model's chat template, or as plain text to continue."""

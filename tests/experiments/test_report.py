@@ -131,6 +131,20 @@ def test_a_contradictory_run_is_named(folder, capsys):
     assert "run qa in" in capsys.readouterr().err
 
 
+def test_a_table_from_before_a_column_existed_is_drawn_without_it(tmp_path):
+    write_runs(tmp_path)
+    report(tmp_path)
+    later = [column.name for column in SUMMARY_COLUMNS if column.later]
+    table = pd.read_csv(tmp_path / "summary.csv")
+    table.drop(columns=later).to_csv(tmp_path / "summary.csv", index=False)
+    drawn = tmp_path / "figures" / "step_time.svg"
+    before = drawn.read_bytes()
+    summary = report(tmp_path, figures_only=True)
+    assert later
+    assert summary[later].isna().all(axis=None)
+    assert drawn.read_bytes() != before, "c is not shown where nobody knows it"
+
+
 def test_a_foreign_table_is_refused(folder, capsys):
     (folder / "summary.csv").write_text("workload,speed\njson,1\n")
     assert main([str(folder), "--figures-only"]) == 2

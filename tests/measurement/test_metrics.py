@@ -79,8 +79,12 @@ def test_counts_and_ratios_by_hand():
     assert row["step_latency_p50_seconds"] == pytest.approx(0.1)
     assert row["decode_seconds"] == pytest.approx(0.3)
     plain_step = plain["decode_seconds"] / plain["num_steps"]
-    assert row["draft_cost"] == pytest.approx(row["draft_share"] * 0.3 / 5 / plain_step)
-    assert math.isnan(plain["draft_cost"])
+    assert row["num_drafting_steps"] == 2
+    assert row["asking_seconds"] == pytest.approx(0.003)
+    assert row["drafting_seconds"] == pytest.approx(0.006)
+    assert row["drafting_cost"] == pytest.approx(0.006 / 5 / plain_step)
+    assert (plain["num_drafting_steps"], plain["drafting_seconds"]) == (0, 0)
+    assert math.isnan(plain["drafting_cost"])
     shares = row[[f"{part}_share" for part in ("draft", "forward", "verify", "rollback", "other")]]
     assert shares.tolist() == pytest.approx([0.03, 0.9, 0.06, 0.0, 0.01])
     assert row["peak_memory_bytes"] == 100
@@ -89,6 +93,24 @@ def test_counts_and_ratios_by_hand():
     assert row["repetition_share"] == 3 / 7
     assert row["step_latency_p99_high_seconds"] == math.inf
     assert math.isnan(row["speedup_low"])  # one prompt
+
+
+def test_what_asking_costs_is_not_charged_to_the_few_tokens_of_a_controller_that_stays_plain():
+    drafting, asking = by_hand("p1"), fake_trace("p2", 0, 0.0, 2.0, 400, np.random.default_rng(0))
+    both, alone = (summary_of({"plain": [plain_trace()], "shy": found}) for found in ([drafting, asking], [drafting]))
+    for name in ("num_drafting_steps", "drafting_seconds", "drafting_cost"):
+        assert both.loc["shy", name] == pytest.approx(alone.loc["shy", name])
+    row = both.loc["shy"]
+    assert row["asking_seconds"] > 50 * row["drafting_seconds"]
+    assert row["asking_seconds"] + row["drafting_seconds"] == pytest.approx(row["draft_share"] * row["decode_seconds"])
+
+
+def test_rows_of_a_batch_share_what_asking_and_drafting_took():
+    batch = [by_hand("p1", batch_size=2), by_hand("p2", batch_size=2)]
+    shared = summary_of({"plain": [plain_trace()], "fast": batch}).loc["fast"]
+    alone = summary_of({"plain": [plain_trace()], "fast": [by_hand()]}).loc["fast"]
+    for name in ("asking_seconds", "drafting_seconds", "drafting_cost"):
+        assert shared[name] == pytest.approx(alone[name])
 
 
 def test_plain_arm_has_no_acceptance_and_speedup_one():

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from experiments.building import build
 from specdec.errors import UsageError
 from specdec.machine import hub
-from specdec.types import Prompt
+from specdec.types import Prompt, Turn
 from specdec.workloads import Workload, load_dataset
 
 CONF = Path(__file__).parent.parent.parent / "conf"
@@ -130,9 +130,9 @@ def test_gsm8k_has_no_ids_of_its_own(configured: Callable[..., Workload]) -> Non
 def test_mt_bench_first_turn_and_all(configured: Callable[..., Workload]) -> None:
     rows = [{"prompt_id": 81, "category": "writing", "prompt": ["Compose.", "Rewrite it."], "reference": []}]
     assert texts(configured("mt_bench", rows)) == ["Compose."]
-    every = configured("mt_bench", rows, "workload.turns=all")
-    assert ids(every) == ["81/1", "81/2"]
-    assert every.prompts[1].messages == ({"role": "user", "content": "Compose.\n\nRewrite it."},)
+    (every,) = configured("mt_bench", rows, "workload.turns=all").prompts
+    assert (every.id, every.messages) == ("81/1", ({"role": "user", "content": "Compose."},))
+    assert every.then == (Turn("81/2", "Rewrite it."),)
 
 
 def test_spec_bench_by_category(configured: Callable[..., Workload]) -> None:
@@ -306,6 +306,25 @@ def test_a_template_goes_around_every_user_turn_and_no_other(tmp_path: Path) -> 
     assert load_dataset(path, columns=columns, template="<{text}> {hint} {{}}").prompts[0].messages == first.messages
 
 
+def test_turns_follow_the_datas_answers_where_it_has_them_and_else_the_models(tmp_path: Path) -> None:
+    roles = {"u": "user", "a": "assistant"}
+    talk = [{"role": roles[name[0]], "content": name} for name in ("u1", "u2", "a2", "u3", "u4", "u5")]
+    path = jsonl(tmp_path, [{"text": talk}])
+    first, later = load_dataset(path, columns={"text": "text"}, template="<{text}>", turns="all", name="q").prompts
+    assert [message["content"] for message in first.messages or ()] == ["<u1>"]
+    assert (first.id, first.then) == ("q-1/1", (Turn("q-1/2", "<u2>"),))
+    assert [message["content"] for message in later.messages or ()] == ["<u1>\n\n<u2>", "a2", "<u3>"]
+    assert (later.id, later.then) == ("q-1/3", (Turn("q-1/4", "<u4>"), Turn("q-1/5", "<u5>")))
+
+
+def test_what_is_hashed_of_prompts_without_turns_is_what_it_was(tmp_path: Path) -> None:
+    workload = load_dataset(jsonl(tmp_path, [{"text": "One."}]), columns={"text": "text"}, turns="all", name="q")
+    assert workload.fingerprint == "09084532f35e78a60eeeead236ca53ad1f86c3c5dfe1df59207cc4e6f196c482"
+    several = load_dataset(jsonl(tmp_path, [{"text": ["One.", "Two."]}]), columns={"text": "text"}, turns="all")
+    others = load_dataset(jsonl(tmp_path, [{"text": ["One.", "Too."]}]), columns={"text": "text"}, turns="all")
+    assert several.fingerprint != others.fingerprint
+
+
 def test_row_numbers_stay_when_rows_are_left_out(tmp_path: Path) -> None:
     path = jsonl(tmp_path, QUESTIONS)
     columns = {"text": "turns", "category": "category"}
@@ -369,6 +388,12 @@ def test_an_impossible_option_is_refused_by_name(tmp_path: Path, options: dict[s
 def test_a_conversation_is_not_raw_text(tmp_path: Path) -> None:
     talk = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     assert "format=chat" in refusal(jsonl(tmp_path, [{"text": talk}]), format="raw")
+
+
+def test_every_turn_is_looked_at(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, [{"id": "a", "text": ["One.", "TBD"]}, {"id": "a/2", "text": "Two."}])
+    assert "holds a placeholder" in refusal(path, turns="all", placeholder="TBD")
+    assert "uses the id 'a/2' 2 times" in refusal(path, turns="all", columns={"text": "text", "id": "id"})
 
 
 def test_nothing_left_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 
 DTYPES = {"text": "string", "integer": "Int64", "number": "float64", "boolean": "boolean"}
@@ -13,11 +14,15 @@ DTYPES = {"text": "string", "integer": "Int64", "number": "float64", "boolean": 
 
 @dataclass(frozen=True)
 class Column:
-    """A column's name, kind (a key of `DTYPES`) and meaning. An empty cell is a value nobody observed."""
+    """A column's name, kind (a key of `DTYPES`) and meaning. An empty cell is a value nobody observed.
+
+    later: not in the first tables that were committed, where it is empty.
+    """
 
     name: str
     kind: str
     meaning: str
+    later: bool = False
 
 
 def _text(name: str, meaning: str) -> Column:
@@ -92,10 +97,21 @@ SUMMARY_COLUMNS: tuple[Column, ...] = (
     *_quantiles("itl", "gap between chunks as a client sees them"),
     *_quantiles("step_latency", "duration of a decode step"),
     _number("decode_seconds", "wall-clock of all decode steps, shared within a batch; what the shares are of"),
-    _number("draft_share", "share of it spent drafting"),
-    _number(
-        "draft_cost",
-        "c: seconds spent drafting per token proposed ÷ seconds of a plain decode step; a tree's nodes count as tokens",
+    _number("draft_share", "share of it spent on getting drafts: asking and drafting"),
+    Column("num_drafting_steps", "integer", "decode steps that proposed at least one token", later=True),
+    Column(
+        "asking_seconds",
+        "number",
+        "what `draft_share` is made of: seconds of asking controller and drafter in steps that proposed nothing",
+        later=True,
+    ),
+    Column("drafting_seconds", "number", "and the same in steps that proposed something", later=True),
+    Column(
+        "drafting_cost",
+        "number",
+        "c: seconds of drafting per token proposed, in steps that proposed any ÷ seconds of a plain decode step; a "
+        "tree's nodes count as tokens",
+        later=True,
     ),
     _number("forward_share", "share of it in the target's forward"),
     _number("verify_share", "share of it deciding what to keep"),
@@ -121,7 +137,9 @@ POSITION_COLUMNS: tuple[Column, ...] = (
 
 
 def conform(frame: pd.DataFrame, columns: Sequence[Column]) -> pd.DataFrame:
-    """The declared columns, in order, with their dtypes; raises `KeyError` where one is missing."""
+    """The declared columns, in order, with their dtypes; raises `KeyError` where one of the first is missing."""
+    absent = [column.name for column in columns if column.later and column.name not in frame]
+    frame = frame.assign(**dict.fromkeys(absent, np.nan))
     return frame[[column.name for column in columns]].astype({column.name: DTYPES[column.kind] for column in columns})
 
 

@@ -45,7 +45,7 @@ def summarise(
         | _speed(frames.arm(name).requests, plain, seed)
         | _latency(frames.arm(name))
         | _shares(_decode_steps(frames.arm(name).steps))
-        | _draft_cost(_decode_steps(frames.arm(name).steps), plain_steps)
+        | _drafting(_decode_steps(frames.arm(name).steps), plain_steps)
         for name, arm in metadata.arms.items()
     ]
     columns = [column.name for column in SUMMARY_COLUMNS]
@@ -160,21 +160,32 @@ def _quantiles(name: str, seconds: pd.Series, clusters: pd.Series) -> Row:
 
 
 def _shares(steps: pd.DataFrame) -> Row:
-    # Every row of a batch carries the whole step's seconds, so each counts for its share of them.
-    weights = 1 / steps["batch_size"].to_numpy(dtype=float, na_value=np.nan)
-    totals = {part: _weighted(steps[f"{part}_seconds"], weights) for part in PARTS}
+    totals = {part: float(_shared(steps, part).sum()) for part in PARTS}
     total = sum(totals.values()) if len(steps) else 0.0
     return {"decode_seconds": total, **{f"{part}_share": ratio(totals[part], total) for part in PARTS}}
 
 
-def _draft_cost(steps: pd.DataFrame, plain: pd.DataFrame) -> Row:
-    drafted, seconds = _total(steps["num_drafted"]), steps["draft_seconds"].sum(skipna=False)
+def _drafting(steps: pd.DataFrame, plain: pd.DataFrame) -> Row:
+    """Steps that proposed something apart from those that asked in vain; nothing where proposals were not observed."""
+    if _total(steps["num_drafted"]) is None:
+        return dict.fromkeys(["num_drafting_steps", "asking_seconds", "drafting_seconds", "drafting_cost"])
+    proposed = steps["num_drafted"] > 0
+    asking, drafting = (float(_shared(steps[chosen], "draft").sum()) for chosen in (~proposed, proposed))
+    per_token = ratio(float(steps[proposed]["draft_seconds"].sum(skipna=False)), int(steps["num_drafted"].sum()))
     per_plain_step = ratio(float(_step_seconds(plain).sum(skipna=False)), len(plain))
-    return {"draft_cost": ratio(ratio(float(seconds), drafted), per_plain_step) if drafted else np.nan}
+    return {
+        "num_drafting_steps": int(proposed.sum()),
+        "asking_seconds": asking,
+        "drafting_seconds": drafting,
+        "drafting_cost": ratio(per_token, per_plain_step),
+    }
 
 
-def _weighted(seconds: pd.Series, weights: NDArray[np.float64]) -> float:
-    return float((seconds.to_numpy(dtype=float) * weights).sum())
+def _shared(steps: pd.DataFrame, part: str) -> NDArray[np.float64]:
+    """Seconds of a part of each row's step: every row of a batch carries the whole step's, and counts for its share."""
+    batch = steps["batch_size"].to_numpy(dtype=float, na_value=np.nan)
+    seconds: NDArray[np.float64] = steps[f"{part}_seconds"].to_numpy(dtype=float, na_value=np.nan) / batch
+    return seconds
 
 
 def _decode_steps(steps: pd.DataFrame) -> pd.DataFrame:

@@ -14,6 +14,7 @@ from specdec.errors import UsageError
 from specdec.machine.allocator import huge_pages, keep_freed_memory
 from specdec.models.base import LanguageModel
 from specdec.models.loading.checkpoint import Checkpoint, find
+from specdec.models.loading.sharing import shareable
 from specdec.models.vocabulary.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class LoadedModel:
     note: str | None = None
 
 
+@shareable
 def load_model(
     model: str = "smollm2-135m",
     *,
