@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from specdec.sampling.distributions import (
     argmax,
     entropy_bits,
     expected_acceptance,
-    logits_entropy_bits,
+    logits_entropy_nats,
     parent_probs,
     probabilities,
     token_probs,
@@ -48,8 +47,7 @@ class Measured(NamedTuple):
     expected_acceptance: float | None = None
 
 
-@dataclass(frozen=True)
-class Ruling:
+class Ruling(NamedTuple):
     """What stays of a batch's drafts, on the host, one entry per row.
 
     tokens: drafted, without padding. parents: index of each node's parent, -1 for a child of the root; longer rows end
@@ -62,12 +60,12 @@ class Ruling:
     num_examined: Sequence[int]
     granted: Sequence[int]
 
-    @cached_property
+    @property
     def ends(self) -> list[int]:
         """The last accepted node, -1 where that is the root."""
         return [path[-1] if path else -1 for path in self.paths]
 
-    @cached_property
+    @property
     def examined(self) -> list[list[int]]:
         """The accepted nodes, and the one that was refused; in a tree the first child stands for all of a depth."""
         return [
@@ -75,7 +73,7 @@ class Ruling:
             for path, parents, end, count in zip(self.paths, self.parents, self.ends, self.num_examined, strict=True)
         ]
 
-    @cached_property
+    @property
     def width(self) -> int:
         """Nodes up to the last one examined in any row; nobody asks for what lies behind."""
         return 1 + max((node for nodes in self.examined for node in nodes), default=-1)
@@ -116,7 +114,7 @@ class Judged(ABC):
         """Each row's first nodes, and the token it was granted from the target; from what was read."""
 
     @abstractmethod
-    def sampling_bits(self, found: Found) -> list[list[float]]:
+    def sampling_bits(self, found: Found, model_bits: list[list[float]]) -> list[list[float]]:
         """Entropy of what is sampled from, at the root and each row's first nodes; from what was read."""
 
     @property
@@ -132,22 +130,21 @@ class Judged(ABC):
         On a CPU, where looking is free, the ruling comes first and nothing is measured that nobody asks for. Elsewhere
         every node is measured, so as to wait for the device once.
         """
-        asked = {**self._drafted(), **self.decision()}
+        found = self.decision()
+        found["tokens"] = self.draft.tokens
+        if self.draft.parents is not None:
+            found["parents"] = self.draft.parents
         if self.logits.is_cpu:
-            decided = read(asked)
-            ruling = self._ruling(decided)
-            return ruling, decided | read(self.measures(ruling.width))
-        found = read({**asked, **self.measures(self.draft.width)})
+            ruling = self._ruling(found)
+            found.update(self.measures(ruling.width))
+            return ruling, found
+        found.update(self.measures(self.draft.width))
+        found.update({f"deferred {number}": error.found.any() for number, error in enumerate(self.deferred)})
+        found = read(found)
         for number, deferred in enumerate(self.deferred):
             if found[f"deferred {number}"]:
                 raise deferred.error
         return self._ruling(found), found
-
-    def _drafted(self) -> dict[str, Tensor]:
-        asked = {"tokens": self.draft.tokens}
-        if self.draft.parents is not None:
-            asked["parents"] = self.draft.parents
-        return asked | {f"deferred {number}": error.found.any() for number, error in enumerate(self.deferred)}
 
     def _ruling(self, found: Found) -> Ruling:
         lengths = self.draft.lengths.tolist()
@@ -155,8 +152,8 @@ class Judged(ABC):
         chain = [range(-1, self.draft.width - 1)] * len(lengths)
         return self.ruling(found, tokens, found["parents"].tolist() if "parents" in found else chain)
 
-    def _model_bits(self, width: int) -> dict[str, Tensor]:
-        return {"model_bits": logits_entropy_bits(self.logits[:, : width + 1])}
+    def _model_nats(self, width: int) -> dict[str, Tensor]:
+        return {"model_nats": logits_entropy_nats(self.logits[:, : width + 1])}
 
 
 @dataclass(frozen=True)
@@ -194,7 +191,7 @@ class ByRule(Judged):
             found["expected"] = expected_acceptance(draft, probs)
         if not all(params.untouched for params in self.sampling):
             found["sampling_bits"] = entropy_bits(probs[:, : width + 1])
-        return found | self._model_bits(width)
+        return found | self._model_nats(width)
 
     def _granted_probs(self) -> Tensor:
         """What the target had for the token it granted: [B]."""
@@ -212,10 +209,9 @@ class ByRule(Judged):
         granted = zip(ruling.granted, found["granted"].tolist(), strict=True)
         return nodes, [Measured(token, prob) for token, prob in granted]
 
-    def sampling_bits(self, found: Found) -> list[list[float]]:
+    def sampling_bits(self, found: Found, model_bits: list[list[float]]) -> list[list[float]]:
         """See `Judged.sampling_bits`."""
-        bits: list[list[float]] = found.get("sampling_bits", found["model_bits"]).tolist()
-        return bits
+        return found["sampling_bits"].tolist() if "sampling_bits" in found else model_bits
 
 
 @dataclass(frozen=True)
@@ -244,7 +240,7 @@ class ByComparison(Judged):
 
     def measures(self, width: int) -> dict[str, Tensor]:
         """See `Judged.measures`."""
-        return self._model_bits(width)
+        return self._model_nats(width)
 
     def measured(self, ruling: Ruling, found: Found) -> tuple[list[list[Measured]], list[Measured]]:
         """See `Judged.measured`."""
@@ -255,10 +251,9 @@ class ByComparison(Judged):
             nodes.append([Measured(token, hit, 1.0, hit) for token, hit in hits])
         return nodes, [Measured(token, 1.0) for token in ruling.granted]
 
-    def sampling_bits(self, found: Found) -> list[list[float]]:
+    def sampling_bits(self, found: Found, model_bits: list[list[float]]) -> list[list[float]]:
         """See `Judged.sampling_bits`: each is one token."""
-        batch, positions = found["model_bits"].shape
-        return [[0.0] * positions] * batch
+        return [[0.0] * len(row) for row in model_bits]
 
 
 def _walk(choices: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> tuple[list[int], bool]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from specdec.decoding.judging import Judged, Measured, Ruling
 from specdec.errors import ModelError
+from specdec.sampling.distributions import in_bits
 from specdec.types import StepRecord, TokenKind, TokenRecord, Verdict
 
 
@@ -127,7 +128,8 @@ def record_step(judged: Judged, where: Sequence[StepId], model: str) -> Recordin
     """
     ruling, found = judged.read()
     measured, granted = judged.measured(ruling, found)
-    model_bits, sampling_bits = found["model_bits"].tolist(), judged.sampling_bits(found)
+    model_bits = in_bits(found["model_nats"])
+    sampling_bits = judged.sampling_bits(found, model_bits)
 
     def node(row: int, found: Measured, parent: int) -> _Node:
         return _Node(found, model_bits[row][parent + 1], sampling_bits[row][parent + 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 import torch
@@ -79,13 +78,12 @@ class DraftContext:
         """
         visible = None if parents is None else ancestor_mask(parents)[:, :, 1:]  # [B, N + 1, N]
 
-        @cache
-        def text(row: int) -> tuple[Tensor, Tensor]:
-            tokens, start = torch.tensor(self.tokens[row], device=nodes.device), self.num_prompt[row]
-            return tokens[:start], tokens[start:]
+        texts: dict[int, Tensor] = {}
 
         def history(row: int, position: int) -> tuple[Tensor, Tensor]:
-            prompt, output = text(row)
+            if row not in texts:
+                texts[row] = torch.tensor(self.tokens[row], device=nodes.device)
+            prompt, output = texts[row][: self.num_prompt[row]], texts[row][self.num_prompt[row] :]
             if visible is None:
                 return prompt, torch.cat((output, nodes[row, :position]))
             return prompt, torch.cat((output, nodes[row].masked_fill(~visible[row, position], PADDING)))

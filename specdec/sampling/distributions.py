@@ -202,14 +202,18 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(token, last_possible).clamp(max=probs.shape[-1] - 1)[:, 0]
 
 
-def logits_entropy_bits(logits: Tensor) -> Tensor:
-    """Entropy in bits of the softmax, temperature 1, before any truncation: [..., V] → [...] float64.
+def logits_entropy_nats(logits: Tensor) -> Tensor:
+    """Entropy of the softmax, temperature 1, before any truncation: [B, S, V] → [B, S].
 
     -inf logits have no mass. NaN, +inf, or nothing but -inf give NaN, so that this also finds broken logits.
     """
     scores = logits.float()
-    nats = kernels.entropy_nats(scores) if kernels.serves(scores) else _nats(scores).double()
-    return nats.div_(_NATS_PER_BIT).clamp_(min=0)
+    return kernels.entropy_nats(scores) if kernels.serves(scores) else _nats(scores)
+
+
+def in_bits(nats: Tensor) -> list[list[float]]:
+    """Entropies [B, S] on the host, rounded up to 0 where rounding left less."""
+    return [[max(0.0, value / _NATS_PER_BIT) if value == value else value for value in row] for row in nats.tolist()]
 
 
 def _nats(logits: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ def _usual(drafter: Drafter, greedy: bool) -> Verifier:
 def _request(index: int, sampling: SamplingParams) -> Request:
     """A prompt in which what follows the token 0 is not always the same: 0 is all that is ever decoded."""
     prompt = (0, 5, 0, 7, 0, 0, 9, 0, 5, 0)[index:]
-    return Request(f"request {index}", prompt, sampling, max_new_tokens=5 + index)
+    return Request(f"request {index}", prompt, sampling, max_new_tokens=7 - index)
 
 
 def _require_few(reads: Counter[str], most: int, where: str) -> None:

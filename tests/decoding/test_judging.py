@@ -8,7 +8,7 @@ import torch
 
 from specdec.decoding.judging import ByComparison, ByRule, judge
 from specdec.errors import UsageError
-from specdec.sampling.distributions import one_hot
+from specdec.sampling.distributions import in_bits, one_hot
 from specdec.sampling.uniforms import Uniforms
 from specdec.types import PADDING, Draft, SamplingParams
 from specdec.verifiers.base import Verifier
@@ -80,7 +80,8 @@ def test_comparing_tokens_is_what_the_rule_would_decide(seed: int, verifier: Ver
     (by_comparison, one), (by_rule, other) = compared.read(), ruled.read()
     assert by_comparison == by_rule
     assert compared.measured(by_comparison, one) == ruled.measured(by_rule, other)
-    assert compared.sampling_bits(one) == ruled.sampling_bits(other)
+    bits = in_bits(one["model_nats"])
+    assert compared.sampling_bits(one, bits) == ruled.sampling_bits(other, bits)
 
 
 def test_a_ruling_tells_the_verdict_it_was_made_of() -> None:
