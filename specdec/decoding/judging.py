@@ -84,7 +84,7 @@ class Ruling(NamedTuple):
         padded = [[*path, *[PADDING] * (width - len(path))] for path in self.paths]
         counts = [len(path) for path in self.paths]
         path = torch.tensor(padded, dtype=torch.long).reshape(len(padded), width)
-        return Verdict(path, *(torch.tensor(row) for row in (counts, self.num_examined, self.granted)))
+        return Verdict(path, torch.tensor(counts), torch.tensor(self.num_examined), torch.tensor(self.granted))
 
 
 class Judged(ABC):

@@ -21,7 +21,7 @@ def read(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not away:
         return dict(tensors)
     packed = torch.cat([tensor.flatten().double() for tensor in away.values()]).cpu()
-    parts = packed.split([prod(tensor.shape) for tensor in away.values()])
+    parts = torch.split(packed, [prod(tensor.shape) for tensor in away.values()])
     found = {
         name: part.to(tensor.dtype).view(tensor.shape) for (name, tensor), part in zip(away.items(), parts, strict=True)
     }

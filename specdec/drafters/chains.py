@@ -108,7 +108,7 @@ class Chains:
 
 
 def _cut(
-    drawn: Sequence[Tensor], drawn_from: Sequence[Tensor], lengths: Sequence[int], deferred: tuple[DeferredError, ...]
+    drawn: list[Tensor], drawn_from: list[Tensor], lengths: Sequence[int], deferred: tuple[DeferredError, ...]
 ) -> Draft:
     """The first lengths[b] of each row's tokens."""
     width, counts = max(lengths), torch.tensor(lengths)

@@ -105,7 +105,7 @@ def _penalised(logits: Tensor, params: SamplingParams, rows: Sequence[int], seen
     return scores
 
 
-def _penalise(scores: Tensor, params: SamplingParams, prompt: np.ndarray, output: np.ndarray) -> None:
+def _penalise(scores: Tensor, params: SamplingParams, prompt: Tokens, output: Tokens) -> None:
     """One position, in place, [V]. Repetition first, as in transformers; then the two that are subtracted."""
     said = torch.as_tensor(output, device=scores.device)
     if params.repetition_penalty != 1:

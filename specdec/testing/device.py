@@ -39,11 +39,11 @@ _aten = torch.ops.aten
 _READING = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _SCALARS = (_aten.item.default, _aten.is_nonzero.default, _aten._local_scalar_dense.default)
 _MASKED = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
-_COPIES = (_aten.to, _aten._to_copy)
+_COPIES = (_aten.to, _aten._to_copy, _aten.copy_)
 _OUTSIDE = (str(Path(torch.__file__).parent), __file__)
 
 
-class DeviceWatch(TorchDispatchMode):
+class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts reads of `meta` tensors by call site in `reads`, and refuses operators that mix them with the host's.
 
     A read is a copy to the host, a scalar, and every operator whose result has a shape that depends on numbers. Copies
@@ -51,7 +51,7 @@ class DeviceWatch(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.reads: Counter[str] = Counter()
 
     @classmethod
@@ -66,10 +66,10 @@ class DeviceWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(tensor.is_meta for tensor in _tensors(args, kwargs)):
             return func(*args, **kwargs)
+        if func.overloadpacket not in _COPIES:
+            _refuse_mixed(func, args, kwargs)
         if _is_read(func, args, kwargs):
             return self._answer(func, args, kwargs)
-        if func is not _aten.copy_.default:
-            _refuse_mixed(func, args, kwargs)
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:  # an operator made of others, one of which is a read
@@ -103,7 +103,7 @@ def _is_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _leads_to_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it copies a tensor of the device."""
+    """Whether it copies a tensor of the device, and not to another place there."""
     if func is _aten.copy_.default:
         return not args[0].is_meta
     devices = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.device)]
