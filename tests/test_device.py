@@ -41,7 +41,7 @@ from specdec.models.loading import LoadedModel
 from specdec.models.vocabulary.tokenizer import Tokenizer
 from specdec.testing import check_device, tiny_target
 from specdec.types import Request, SamplingParams, Trace
-from specdec.verifiers.base import Verifier
+from specdec.verifiers.base import SiblingDraws, Verifier
 from specdec.verifiers.multi_draft_top_k import TopKVerifier
 from specdec.verifiers.rejection import RejectionVerifier
 from specdec.verifiers.synthetic import SyntheticVerifier
@@ -101,13 +101,22 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[],
     }
 
 
-@pytest.mark.parametrize("controller", [FixedController(3), ConfidenceController(max_draft_tokens=3)])
+def target_for(name: str) -> LoadedModel:
+    """One layer where nothing asks for more."""
+    return tiny_target(device="meta") if name == "early_exit" or "eagle" in name or name == "cascade" else small()
+
+
 @pytest.mark.parametrize("name", [*CHAINS, *TREES])
-def test_every_drafter_leaves_its_tokens_on_the_device(
-    drafters: dict[str, Callable[[], Drafter]], name: str, controller: Controller
-) -> None:
-    report = check_device(drafters[name], controller=controller)
+def test_every_drafter_leaves_its_tokens_on_the_device(drafters: dict[str, Callable[[], Drafter]], name: str) -> None:
+    report = check_device(drafters[name], controller=FixedController(3), target=target_for(name))
     assert set(report.skipped) == (SAMPLED if name == "oracle" else set())
+
+
+@pytest.mark.parametrize("name", [*CHAINS, *TREES])
+def test_every_drafter_reads_twice_where_it_is_watched(drafters: dict[str, Callable[[], Drafter]], name: str) -> None:
+    check = "check_greedy_batch" if name == "oracle" else "check_sampled_batch"
+    watching = ConfidenceController(max_draft_tokens=3)
+    assert check_device(drafters[name], controller=watching, target=target_for(name), only=[check]).checked == (check,)
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS, ids=lambda kind: kind.__name__)
@@ -115,8 +124,8 @@ def test_every_controller_reads_nothing(
     drafters: dict[str, Callable[[], Drafter]], controller: type[Controller]
 ) -> None:
     make = MADE.get(controller.__name__, controller)
-    assert not check_device(drafters["draft_model"], controller=make, target=small()).skipped
-    assert check_device(drafters["eagle_tree"], controller=make, only=["check_greedy_batch"]).checked
+    assert check_device(drafters["draft_model"], controller=make, target=small(), only=["check_sampled_batch"]).checked
+    assert check_device(drafters["eagle_tree"], controller=make, only=["check_greedy_steps"]).checked
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=lambda kind: kind.__name__)
@@ -125,12 +134,13 @@ def test_every_rule_decides_on_the_device(
     drafters: dict[str, Callable[[], Drafter]], name: str, verifier: type[Verifier]
 ) -> None:
     rule = MADE.get(verifier.__name__, verifier)()
+    check = "check_greedy_batch" if rule.greedy_only else "check_sampled_batch"
+    asked = {"verifier": rule, "controller": FixedController(5), "target": small(), "only": [check]}
     if name in TREES and not rule.accepts_trees:
         with pytest.raises(UsageError, match="proposes trees"):
-            check_device(drafters[name], verifier=rule, target=small())
-        return
-    report = check_device(drafters[name], verifier=rule, controller=FixedController(5), target=small())
-    assert set(report.skipped) == (SAMPLED if rule.greedy_only else set())
+            check_device(drafters[name], **asked)
+    else:
+        assert check_device(drafters[name], **asked).checked == (check,)
 
 
 # --- The same numbers -------------------------------------------------------------------------------------------------
@@ -163,7 +173,7 @@ class FarTree(EagleTreeDrafter):
 SAMPLINGS = [
     SamplingParams(),
     SamplingParams(temperature=1.0, top_p=0.8),
-    SamplingParams(temperature=0.9, top_k=30, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.2),
+    SamplingParams(temperature=0.9, top_k=6, min_p=0.01, repetition_penalty=1.3, frequency_penalty=0.2),
 ]
 
 
@@ -187,7 +197,7 @@ def decoded(drafting: str, head: str, rule: Verifier, controller: Controller, aw
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("drafts") / "head"
-    return str(write_eagle(folder, tiny_target().model, torch.arange(0, 200, 3), max_position_embeddings=64).directory)
+    return str(write_eagle(folder, tiny_target().model, VOCABULARY, max_position_embeddings=64).directory)
 
 
 def require_equal(near: list[Trace], far: list[Trace]) -> None:
@@ -204,7 +214,7 @@ def require_equal(near: list[Trace], far: list[Trace]) -> None:
 @pytest.mark.parametrize("drafting", ["model", "both"])
 def test_a_rule_that_never_looks_decides_the_same(head: str, verifier: type[Verifier], drafting: str) -> None:
     rule = MADE.get(verifier.__name__, verifier)()
-    if drafting == "both" and not rule.accepts_trees:
+    if not rule.accepts_trees or rule.siblings is SiblingDraws.INDEPENDENT:  # which copied siblings are not
         drafting = "model"
     require_equal(*(decoded(drafting, head, rule, FixedController(3), away) for away in (False, True)))
 

@@ -242,7 +242,7 @@ def check_device(
 
 
 _GREEDY = SamplingParams()
-_CUT = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02)
+_CUT = SamplingParams(temperature=0.8, top_k=5, top_p=0.9, min_p=0.02)
 _PENALISED = SamplingParams(temperature=0.8, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2)
 
 
