@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.errors import UsageError
@@ -137,6 +138,27 @@ class Request:
 
 
 @dataclass(frozen=True)
+class DeferredError:
+    """An error to be raised once somebody has looked whether there is one. found: bool of any shape, True where so."""
+
+    found: Tensor
+    error: Exception
+
+
+def refuse(found: Tensor, error: Exception) -> tuple[DeferredError, ...]:
+    """Raise the error where `found` holds anywhere, if looking costs nothing.
+
+    Off the host looking would wait for the device: then the error is handed on in `Draft.deferred` or
+    `Verdict.deferred`, and the engine looks when it reads the step.
+    """
+    if not found.is_cpu:
+        return (DeferredError(found, error),)
+    if found.any():
+        raise error
+    return ()
+
+
+@dataclass(frozen=True)
 class Draft:
     """What a drafter proposes for B sequences: a chain each, or a tree each.
 
@@ -146,12 +168,16 @@ class Draft:
              or None: deterministic drafts, that is one-hot distributions.
     parents: [B, K] int64, index of each node's parent, -1 for a child of the root; a parent comes
              before its children. None: a chain, parents -1, 0, 1, ...
+    sampled: which rows were drawn and not chosen, [B] on the host; None: all where there are `probs`, else none.
+    deferred: what may be wrong with it; see `refuse`.
     """
 
     tokens: Tensor
     lengths: Tensor
     probs: Tensor | None = None
     parents: Tensor | None = None
+    sampled: tuple[bool, ...] | None = None
+    deferred: tuple[DeferredError, ...] = ()
 
     @property
     def width(self) -> int:
@@ -192,12 +218,29 @@ class Verdict:
     num_examined: [B] int64, nodes the rule looked at: for a chain, everything up to and including
                   the first rejection.
     next_token:   [B] int64, the recovered token after a rejection, or the bonus token.
+    deferred:     what may be wrong with the draft; see `refuse`.
     """
 
     path: Tensor
     num_accepted: Tensor
     num_examined: Tensor
     next_token: Tensor
+    deferred: tuple[DeferredError, ...] = ()
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """Who sees whom among the root and the draft nodes: parents [B, K] → [B, K + 1, K + 1] bool.
+
+    Entry (i, j) is True where j is i itself or one of its ancestors; index 0 is the root.
+    """
+    batch, width = parents.shape
+    above = F.pad(parents + 1, (1, 0))  # [B, K + 1], the root above itself
+    mask = torch.eye(width + 1, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    # Pointer jumping: each round doubles how far up a node has looked, so depth costs only its logarithm.
+    for _ in range((width + 1).bit_length()):
+        mask = mask | mask.gather(1, above[..., None].expand(-1, -1, width + 1))
+        above = above.gather(1, above)
+    return mask
 
 
 class TokenKind(StrEnum):

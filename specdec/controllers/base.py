@@ -55,8 +55,8 @@ class Controller(ABC):
         """Called after each drawn token; True withholds only the tokens *after* it (non-anticipation).
 
         draft_probs: [B, V], what token `tokens` [B] at `depth` (1 for the first) was drawn from; at temperature 0 the
-        draft model's softmax at temperature 1. Returns [B] bool. A controller that does not override this is never
-        asked, and drafts cost less.
+        draft model's softmax at temperature 1. Returns [B] bool, where `tokens` are: to read them would be to wait for
+        the device at every token. A controller that does not override this is never asked, and drafts cost less.
         """
         return torch.zeros(len(states), dtype=torch.bool, device=tokens.device)
 

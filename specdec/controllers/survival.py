@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from specdec.controllers.base import Controller, Observation, refuse_lengths
@@ -96,9 +97,9 @@ def fit_survival(
 
 @dataclass
 class _Survival:
-    """Chance that every token of the draft being made is accepted."""
+    """Chance that every token of the draft being made is accepted: [], where the draft is made; None before one is."""
 
-    chance: float = 1.0
+    chance: Tensor | None = None
 
 
 class SurvivalController(Controller):
@@ -125,12 +126,14 @@ class SurvivalController(Controller):
     def decide(self, states: Sequence[_Survival], observation: Observation) -> list[int]:
         """A new draft, as long as it survives."""
         for state in states:
-            state.chance = 1.0
+            state.chance = None
         return [self.max_draft_tokens] * len(states)
 
     def stop(self, states: Sequence[_Survival], draft_probs: Tensor, tokens: Tensor, depth: int) -> Tensor:
         """Where the draft has probably died."""
-        chances = self.model.acceptance(draft_probs.gather(-1, tokens[:, None])[:, 0], depth).tolist()
+        chances = self.model.acceptance(draft_probs.gather(-1, tokens[:, None])[:, 0], depth).double()
+        alive = torch.stack([chances.new_ones(()) if state.chance is None else state.chance for state in states])
+        chances *= alive
         for state, chance in zip(states, chances, strict=True):
-            state.chance *= chance
-        return tokens.new_tensor([1 - state.chance > self.threshold for state in states]).bool()
+            state.chance = chance
+        return 1 - chances > self.threshold

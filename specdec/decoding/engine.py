@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.cache.base import Cache
 from specdec.controllers.base import Controller, Observation
-from specdec.decoding.judging import Judged, judge
+from specdec.decoding.judging import judge
 from specdec.decoding.recording import Lap, Recording, StepId, record_step
 from specdec.decoding.sequence import OnChunk, Sequence_
 from specdec.drafters.base import DraftContext, Drafter
@@ -25,7 +24,7 @@ from specdec.machine.timing import PeakMemory, Stopwatch
 from specdec.models.base import LanguageModel
 from specdec.models.vocabulary.tokenizer import Tokenizer
 from specdec.sampling.uniforms import Uniforms
-from specdec.types import Draft, Request, Trace
+from specdec.types import Draft, Request, Trace, ancestor_mask
 from specdec.verifiers.base import Verifier
 
 _CAPACITY_STEP = 256  # caches grow in steps, so that requests of similar length share one
@@ -132,7 +131,7 @@ class Engine:
         lap.forward = clock.lap()
 
         nothing = Draft.empty(len(batch), device)
-        _, recording = self._verify(batch, context, nothing, output.logits, self._uniforms(batch))
+        recording = self._verify(batch, context, nothing, output.logits, self._uniforms(batch))
         lap.verify = clock.lap()
 
         for row, sequence in enumerate(batch):
@@ -160,12 +159,12 @@ class Engine:
         logits, hidden = self._forward(context, draft)
         lap.forward = clock.lap()
 
-        judged, recording = self._verify(batch, context, draft, logits, uniforms)
+        recording = self._verify(batch, context, draft, logits, uniforms)
         lap.verify = clock.lap()
 
         self._keep(context, recording.paths)
         if self._reports_verdicts:
-            self.drafter.observe(context, draft, judged.verdict, hidden)
+            self.drafter.observe(context, draft, recording.verdict(), hidden)
         lap.rollback = clock.lap()
 
         for row, sequence in enumerate(batch):
@@ -205,11 +204,11 @@ class Engine:
 
     def _verify(
         self, batch: Sequence[Sequence_], context: DraftContext, draft: Draft, logits: Tensor, uniforms: Uniforms
-    ) -> tuple[Judged, Recording]:
+    ) -> Recording:
         """Decide what stays of the draft, and read back what is to be kept of the step."""
         seen = context.seen(draft.tokens, draft.parents)
         judged = judge(self.verifier, draft, logits, context.sampling, seen, uniforms)
-        return judged, record_step(judged, self._where(batch), self.target.name)
+        return record_step(judged, self._where(batch), self.target.name)
 
     def _keep(self, context: DraftContext, paths: Sequence[Sequence[int]]) -> None:
         """Roll the target's cache back to the root token and the accepted path."""
@@ -297,18 +296,3 @@ class Engine:
             return
         self._cache = self._new_cache(self.target, len(requests), capacity)
         self.drafter.reserve(len(requests), capacity)
-
-
-def ancestor_mask(parents: Tensor) -> Tensor:
-    """Who sees whom among the root and the draft nodes: parents [B, K] → [B, K + 1, K + 1] bool.
-
-    Entry (i, j) is True where j is i itself or one of its ancestors; index 0 is the root.
-    """
-    batch, width = parents.shape
-    above = F.pad(parents + 1, (1, 0))  # [B, K + 1], the root above itself
-    mask = torch.eye(width + 1, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
-    # Pointer jumping: each round doubles how far up a node has looked, so depth costs only its logarithm.
-    for _ in range((width + 1).bit_length()):
-        mask = mask | mask.gather(1, above[..., None].expand(-1, -1, width + 1))
-        above = above.gather(1, above)
-    return mask

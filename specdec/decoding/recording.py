@@ -1,4 +1,4 @@
-"""What one step leaves behind: measured on the device in a few tensors, read back once, turned into records."""
+"""What one step leaves behind: read back once, turned into records."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.decoding.judging import Judged, Measured
+from specdec.decoding.judging import Judged, Measured, Ruling
 from specdec.errors import ModelError
-from specdec.sampling.distributions import logits_entropy_bits
-from specdec.types import StepRecord, TokenKind, TokenRecord
+from specdec.sampling.distributions import in_bits
+from specdec.types import StepRecord, TokenKind, TokenRecord, Verdict
 
 
 @dataclass
@@ -46,22 +46,25 @@ class Recording:
 
     paths: accepted node indices, per row. examined: the nodes on the way, the rejected one last, per row (in a tree a
     rejection is a depth none of whose nodes was accepted; its first child stands for it). granted: the token drawn
-    from the target, per row. drafted: nodes proposed, per row.
+    from the target, per row.
     """
 
     def __init__(
-        self,
-        where: Sequence[StepId],
-        paths: list[list[int]],
-        drafted: list[int],
-        examined: list[list[_Node]],
-        granted: list[_Node],
+        self, where: Sequence[StepId], ruling: Ruling, examined: list[list[_Node]], granted: list[_Node]
     ) -> None:
-        self.paths = paths
         self._where = where
-        self._drafted = drafted
+        self._ruling = ruling
         self._examined = examined
         self._granted = granted
+
+    @property
+    def paths(self) -> Sequence[Sequence[int]]:
+        """Accepted nodes from the root down, per row."""
+        return self._ruling.paths
+
+    def verdict(self) -> Verdict:
+        """What was decided, for drafters that follow it; on the host."""
+        return self._ruling.verdict()
 
     def tokens(self, row: int) -> list[int]:
         """What the step yields for a row before any stop: the accepted tokens and one more."""
@@ -88,7 +91,7 @@ class Recording:
             step=where.step,
             batch_size=len(self.paths),
             context_length=where.context_length,
-            num_drafted=self._drafted[row],
+            num_drafted=len(self._ruling.tokens[row]),
             num_examined=len(self._examined[row]),
             num_accepted=accepted,
             num_emitted=accepted + 1,
@@ -123,32 +126,22 @@ def record_step(judged: Judged, where: Sequence[StepId], model: str) -> Recordin
 
     Raises `ModelError` where the target's logits are NaN or +inf, before anything of the step is emitted.
     """
-    paths, parents, num_examined = judged.paths, judged.parents, judged.num_examined
-    examined = [
-        [*path, parents[row].index(path[-1] if path else -1)] if num_examined[row] > len(path) else path
-        for row, path in enumerate(paths)
-    ]
-    # Nobody asks for what lies behind the last node examined.
-    width = 1 + max((node for nodes in examined for node in nodes), default=-1)
-    model_bits, sampling_bits = _entropies(judged, width)
-    measured, granted = judged.measured(width)
+    ruling, found = judged.read()
+    measured, granted = judged.measured(ruling, found)
+    model_bits = in_bits(found["model_nats"])
+    sampling_bits = judged.sampling_bits(found, model_bits)
 
     def node(row: int, found: Measured, parent: int) -> _Node:
         return _Node(found, model_bits[row][parent + 1], sampling_bits[row][parent + 1])
 
-    nodes = [[node(row, measured[row][i], parents[row][i]) for i in chosen] for row, chosen in enumerate(examined)]
-    drawn = [node(row, found, paths[row][-1] if paths[row] else -1) for row, found in enumerate(granted)]
+    examined = [
+        [node(row, measured[row][index], ruling.parents[row][index]) for index in nodes]
+        for row, nodes in enumerate(ruling.examined)
+    ]
+    drawn = [node(row, found, ruling.ends[row]) for row, found in enumerate(granted)]
     for row, place in enumerate(where):
-        _refuse_broken([*nodes[row], drawn[row]], place, model)
-    return Recording(where, paths, judged.drafted, nodes, drawn)
-
-
-def _entropies(judged: Judged, width: int) -> tuple[list[list[float]], list[list[float]]]:
-    """Model and sampling entropy in bits at the first `width` + 1 positions; one and the same where nothing is cut."""
-    model = logits_entropy_bits(judged.logits[:, : width + 1])
-    if all(params.untouched for params in judged.sampling):
-        return model, model
-    return model, judged.sampling_entropy_bits(width)
+        _refuse_broken([*examined[row], drawn[row]], place, model)
+    return Recording(where, ruling, examined, drawn)
 
 
 def _refuse_broken(nodes: list[_Node], where: StepId, model: str) -> None:

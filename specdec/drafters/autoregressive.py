@@ -74,7 +74,7 @@ class AutoregressiveDrafter(Drafter):
     def observe(self, context: DraftContext, draft: Draft, verdict: Verdict, hidden: Tensor | None) -> None:
         """Roll the draft model's cache back to what was accepted of its own draft."""
         cached, kept = self._cache.lengths, []
-        own = torch.minimum(verdict.num_accepted.cpu(), draft.lengths)  # in a cascade another's draft may be verified
+        own = torch.minimum(verdict.num_accepted, draft.lengths)  # in a cascade another's draft may be verified
         for slot, tokens, accepted in zip(context.slots, context.tokens, own.tolist(), strict=True):
             kept.append(min(cached[slot], len(self._token_map.read(tokens)) + accepted))
         self._cache.rollback(context.slots, kept)

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.models.base import LanguageModel
 from specdec.models.vocabulary.tokenizer import Tokenizer
 from specdec.sampling.uniforms import Uniforms
-from specdec.types import Draft, SamplingParams, Verdict
+from specdec.types import PADDING, Draft, SamplingParams, Verdict, ancestor_mask
 
 StopDrafting = Callable[[Tensor, Tensor, int], Tensor]
 """(draft_probs [B, V], tokens [B], depth) → [B] bool: the controller's `stop`, bound to the batch's states.
@@ -70,30 +70,25 @@ class DraftContext:
             return probs
         return torch.where(torch.tensor(greedy, device=probs.device)[:, None], logits.float().softmax(-1), probs)
 
-    def seen(self, nodes: Tensor, parents: Tensor | None = None) -> Callable[[int, int], tuple[np.ndarray, np.ndarray]]:
-        """What each position's penalties may look at: `seen(row, position) → (prompt ids, output ids)`.
+    def seen(self, nodes: Tensor, parents: Tensor | None = None) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+        """What each position's penalties may look at: `seen(row, position) → (prompt ids, output ids)`, on `device`.
 
-        nodes: [B, N] drafted so far. Position 0 is the root, position i + 1 sees node i and its ancestors.
+        nodes: [B, N] drafted so far. Position 0 is the root, position i + 1 sees node i and its ancestors. In a tree
+        the others are there as `PADDING`: who they are need not be known on the host.
         """
+        visible = None if parents is None else ancestor_mask(parents)[:, :, 1:]  # [B, N + 1, N]
 
-        def history(row: int, position: int) -> tuple[np.ndarray, np.ndarray]:
-            tokens, start = self.tokens[row], self.num_prompt[row]
-            path = _path_to(position - 1, None if parents is None else parents[row].tolist())
-            drafted = nodes[row].cpu().numpy()[path]
-            return tokens[:start], np.concatenate([tokens[start:], drafted])
+        texts: dict[int, Tensor] = {}
+
+        def history(row: int, position: int) -> tuple[Tensor, Tensor]:
+            if row not in texts:
+                texts[row] = torch.tensor(self.tokens[row], device=nodes.device)
+            prompt, output = texts[row][: self.num_prompt[row]], texts[row][self.num_prompt[row] :]
+            if visible is None:
+                return prompt, torch.cat((output, nodes[row, :position]))
+            return prompt, torch.cat((output, nodes[row].masked_fill(~visible[row, position], PADDING)))
 
         return history
-
-
-def _path_to(node: int, parents: Sequence[int] | None) -> list[int]:
-    """Indices from the root's child down to `node`; empty for the root itself (-1)."""
-    if parents is None:
-        return list(range(node + 1))
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
 
 
 class Drafter(ABC):
@@ -134,14 +129,16 @@ class Drafter(ABC):
     ) -> Draft:
         """At most max_tokens[b] nodes deep per row; a drafter with nothing to say returns an empty row.
 
-        `Draft.probs` is exactly what the tokens were drawn from.
+        `Draft.probs` is exactly what the tokens were drawn from. Drafted tokens stay on the device: the engine reads
+        them with everything else of the step. See `Limits` for what `stop` answers there.
         """
 
     def observe(self, context: DraftContext, draft: Draft, verdict: Verdict, hidden: Tensor | None) -> None:
         """Replace speculative state by the accepted path.
 
-        context: as `propose` saw it. hidden: [B, K + 1, len(hidden_layers), d], index 0 the root token. In a cascade
-        another drafter's draft may have been verified: such a row has length 0 in `draft`, and its path all the same.
+        context: as `propose` saw it. verdict: on the host, where a step is read once. hidden: [B, K + 1,
+        len(hidden_layers), d], index 0 the root token. In a cascade another drafter's draft may have been verified:
+        such a row has length 0 in `draft`, and its path all the same.
         """
 
     def reset(self, slot: int) -> None:

@@ -70,7 +70,7 @@ class CascadeDrafter(Drafter):
         """The first part's drafts, and the second's in rows where those are too short."""
         self._of_second -= set(context.slots)
         draft = self.first.propose(context, max_tokens, stop, uniforms)
-        rows = self._short_rows(draft, max_tokens)
+        rows = self._short_rows(draft, context, max_tokens)
         if not rows:
             return draft
         limits = [max_tokens[row] for row in rows]
@@ -113,19 +113,17 @@ class CascadeDrafter(Drafter):
         """Where a part's layers are among those of the cascade."""
         return [self.hidden_layers.index(layer) for layer in part.hidden_layers]
 
-    def _short_rows(self, draft: Draft, max_tokens: Sequence[int]) -> list[int]:
+    def _short_rows(self, draft: Draft, context: DraftContext, max_tokens: Sequence[int]) -> list[int]:
         """Rows in which the first part's draft does not stand."""
-        enough = [self.min_tokens if certain else 1 for certain in _deterministic(draft)]
+        drawn = zip(_sampled(draft), context.sampling, strict=True)
+        enough = [1 if sampled and not sampling.greedy else self.min_tokens for sampled, sampling in drawn]
         counts = zip(draft.lengths.tolist(), enough, max_tokens, strict=True)
         return [row for row, (length, least, limit) in enumerate(counts) if length < min(least, limit)]
 
 
-def _deterministic(draft: Draft) -> list[bool]:
-    """Rows that could not have been drawn differently."""
-    if draft.probs is None:
-        return [True] * len(draft.tokens)
-    certain: list[bool] = ((draft.probs.amax(-1) == 1) | (draft.tokens < 0)).all(-1).tolist()
-    return certain
+def _sampled(draft: Draft) -> tuple[bool, ...]:
+    """Rows that could have been drawn differently, but for those at temperature 0."""
+    return draft.sampled or (draft.probs is not None,) * len(draft.tokens)
 
 
 def _for_rows(stop: StopDrafting, rows: Sequence[int], context: DraftContext) -> StopDrafting:
@@ -156,7 +154,11 @@ def _replaced(draft: Draft, rows: Sequence[int], other: Draft, source: Sequence[
         probs = joined(_probs(draft, vocab_size), _probs(other, vocab_size), 0)
     if draft.parents is not None or other.parents is not None:
         parents = joined(_parents(draft), _parents(other), PADDING)
-    return Draft(joined(draft.tokens, other.tokens, PADDING), lengths, probs, parents)
+    sampled = list(_sampled(draft))
+    for row, index in zip(rows, source, strict=True):
+        sampled[row] = _sampled(other)[index]
+    tokens = joined(draft.tokens, other.tokens, PADDING)
+    return Draft(tokens, lengths, probs, parents, tuple(sampled), draft.deferred + other.deferred)
 
 
 def _resized(nodes: Tensor, width: int, fill: int) -> Tensor:

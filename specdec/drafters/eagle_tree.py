@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from math import inf, prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.return_types import topk as TopK
 
 from specdec.drafters.base import DraftContext, StopDrafting
-from specdec.drafters.chains import refuse_broken
+from specdec.drafters.chains import Limits, broken_logits
 from specdec.drafters.eagle import EagleDrafter
 from specdec.errors import UsageError
 from specdec.sampling.uniforms import Uniforms
-from specdec.types import PADDING, Draft
+from specdec.types import PADDING, Draft, refuse
 
 
 class TreeShape(ABC):
@@ -80,22 +83,23 @@ class JointTree(TreeShape):
 
 @dataclass(frozen=True)
 class _Level:
-    """All candidates of one depth, M of them per row.
+    """All candidates of one depth: `fan` children of each of F nodes, one node after the other.
 
-    tokens: [B, M] target ids. parents: [B, M], counted over the candidates of all depths, -1 the root. scores: [B, M],
-    log of the product of probabilities from the root down; -inf for a row that has ended.
+    above: [B, F], these nodes, counted over the candidates of all depths, -1 the root. tokens: [B, F * fan] target ids.
+    scores: [B, F * fan], log of the product of probabilities from the root down; NaN where a distribution is broken.
     """
 
+    above: Tensor
     tokens: Tensor
-    parents: Tensor
     scores: Tensor
+    fan: int
 
 
 @dataclass(frozen=True)
 class _Frontier:
     """The F nodes that get children next.
 
-    nodes: [B, F], counted as in `_Level.parents`. scores: [B, F]. stream: [B, F, d], the head's, after the node.
+    nodes: [B, F], counted as in `_Level.above`. scores: [B, F]. stream: [B, F, d], the head's, after the node.
     sees: [B, F, N] bool, which of the N nodes expanded so far are its ancestors or itself.
     """
 
@@ -137,77 +141,72 @@ class EagleTreeDrafter(EagleDrafter):
         self, context: DraftContext, max_tokens: Sequence[int], stop: StopDrafting, uniforms: Uniforms
     ) -> Draft:
         """Deterministic trees, siblings all different, parents before their children."""
-        limits = [min(limit, self._tree.depth) for limit in self._limits(context, max_tokens)]
-        if not any(limits):
+        limits = Limits([min(limit, self._tree.depth) for limit in self._limits(context, max_tokens)])
+        if not limits.deepest:
             return Draft.empty(context.batch_size, context.device)
         stream = self._read(context, [len(self._unread[slot]) for slot in context.slots])
         starts = [self._cache.lengths[slot] for slot in context.slots]
         levels = self._grow(context, _Frontier.root(stream), starts, limits, stop)
         self._cache.rollback(context.slots, starts)
-        return _likeliest(levels, self._tree.num_nodes)
+        draft = _likeliest(levels, limits.read(), self._tree.num_nodes)
+        broken = torch.cat([level.scores for level in levels], dim=1).isnan()
+        return replace(draft, deferred=refuse(broken, broken_logits(self._checkpoint.name, context)))
 
     def _grow(
         self,
         context: DraftContext,
         frontier: _Frontier,
         starts: Sequence[int],
-        limits: Sequence[int],
+        limits: Limits,
         stop: StopDrafting,
     ) -> list[_Level]:
-        """The candidates of every depth."""
+        """The candidates of every depth. Rows that have ended grow with the others, and are cut afterwards."""
         levels: list[_Level] = []
+        view, positions = self._cache.view(context.slots), torch.tensor(starts, device=context.device)[:, None]
         while True:
             depth = len(levels) + 1
             logits = self._head.logits(frontier.stream)  # [B, F, Vd]
-            refuse_broken(logits, self._checkpoint.name, context)
-            levels.append(self._candidates(frontier, logits, [depth > limit for limit in limits], depth))
+            levels.append(self._candidates(frontier, logits, depth))
             if context.watched:
-                stops = stop(*self._likeliest_of(context, logits, levels[-1]), depth).tolist()
-                limits = [min(limit, depth) if ends else limit for limit, ends in zip(limits, stops, strict=True)]
-            if depth >= max(limits):
+                limits.stop(stop(*self._likeliest_of(context, logits, levels[-1]), depth), depth)
+            if depth >= limits.deepest:
                 return levels
-            frontier = self._expand(context, frontier, levels, starts)
+            chosen, sees = self._chosen(frontier, levels)
+            stream = self._head.forward(
+                levels[-1].tokens.gather(1, chosen.indices),
+                _rows(frontier.stream, chosen.indices // levels[-1].fan),
+                positions.expand_as(chosen.indices) + (depth - 1),
+                view,
+                sees,
+                starts,
+            )
+            first = sum(level.tokens.shape[1] for level in levels[:-1])
+            frontier = _Frontier(chosen.indices + first, chosen.values, stream, sees)
 
-    def _candidates(self, frontier: _Frontier, logits: Tensor, ended: Sequence[bool], depth: int) -> _Level:
+    def _candidates(self, frontier: _Frontier, logits: Tensor, depth: int) -> _Level:
         """The likeliest children of every frontier node."""
-        scores = logits.float()
-        best = scores.topk(min(self._tree.children(depth), logits.shape[-1]), dim=-1)  # [B, F, k]
-        log_probs = (best.values - scores.logsumexp(-1, keepdim=True)).clamp(max=0)
-        joint = (frontier.scores[..., None] + log_probs).flatten(1)
+        fan = min(self._tree.children(depth), logits.shape[-1])
+        best = logits.float().log_softmax(-1).topk(fan, dim=-1)  # [B, F, fan]
         return _Level(
+            above=frontier.nodes,
             tokens=self._head.vocabulary.to_target(best.indices).flatten(1),
-            parents=frontier.nodes.repeat_interleave(best.values.shape[-1], dim=1),
-            scores=joint.masked_fill(torch.tensor(ended, device=joint.device)[:, None], -inf),
+            scores=(frontier.scores[..., None] + best.values).flatten(1),
+            fan=fan,
         )
 
     def _likeliest_of(self, context: DraftContext, logits: Tensor, level: _Level) -> tuple[Tensor, Tensor]:
         """What `stop` is shown: the distribution [B, V] behind a level's likeliest node, and its token [B]."""
         best = level.scores.argmax(-1, keepdim=True)  # [B, 1]
-        above = best // (level.tokens.shape[1] // logits.shape[1])
-        own = logits.gather(1, above[..., None].expand(-1, -1, logits.shape[-1]))[:, 0]
+        own = _rows(logits, best // level.fan)[:, 0]
         return context.confidence(self._token_map.expand(own), None), level.tokens.gather(1, best)[:, 0]
 
-    def _expand(
-        self, context: DraftContext, frontier: _Frontier, levels: Sequence[_Level], starts: Sequence[int]
-    ) -> _Frontier:
-        """Run the head on the likeliest nodes of the last level."""
-        depth, level = len(levels), levels[-1]
-        width = min(self._tree.expanded(depth), level.tokens.shape[1])
-        best = level.scores.topk(width, dim=-1)  # [B, F]
-        above = best.indices // (level.tokens.shape[1] // frontier.nodes.shape[1])  # [B, F], in the old frontier
-        itself = torch.eye(width, dtype=torch.bool, device=above.device).expand(len(above), -1, -1)
-        sees = torch.cat((_rows(frontier.sees, above), itself), dim=-1)
-        positions = torch.tensor(starts, device=above.device)[:, None].expand(-1, width) + depth - 1
-        stream = self._head.forward(
-            level.tokens.gather(1, best.indices),
-            _rows(frontier.stream, above),
-            positions,
-            self._cache.view(context.slots),
-            sees,
-            starts,
-        )
-        first = sum(earlier.tokens.shape[1] for earlier in levels[:-1])
-        return _Frontier(best.indices + first, best.values, stream, sees)
+    def _chosen(self, frontier: _Frontier, levels: Sequence[_Level]) -> tuple[TopK, Tensor]:
+        """Which candidates of the last level get children, [B, F], and what each of them sees, [B, F, N]."""
+        level = levels[-1]
+        width = min(self._tree.expanded(len(levels)), level.tokens.shape[1])
+        best = level.scores.topk(width, dim=-1)
+        itself = torch.eye(width, dtype=torch.bool, device=level.scores.device).expand(len(level.scores), -1, -1)
+        return best, torch.cat((_rows(frontier.sees, best.indices // level.fan), itself), dim=-1)
 
 
 def _rows(table: Tensor, rows: Tensor) -> Tensor:
@@ -215,29 +214,46 @@ def _rows(table: Tensor, rows: Tensor) -> Tensor:
     return table.gather(1, rows[..., None].expand(-1, -1, table.shape[-1]))
 
 
-def _likeliest(levels: Sequence[_Level], num_nodes: int) -> Draft:
-    """The candidates with the largest joint probability as a tree.
+def _likeliest(levels: Sequence[_Level], limits: Sequence[int], num_nodes: int) -> Draft:
+    """The candidates with the largest joint probability as a tree, limits[b] deep at most.
 
     No node is likelier than its parent, and of equals the sort keeps the one that came first, so whoever is kept has
     its parent kept too.
     """
-    tokens, parents, scores = (
-        torch.cat(parts, dim=1)
-        for parts in zip(*((level.tokens, level.parents, level.scores) for level in levels), strict=True)
-    )
-    order = scores.sort(dim=1, descending=True, stable=True)
-    alive = order.values[:, :num_nodes] > -inf
-    lengths, none = alive.sum(1), scores.shape[1]
-    width = int(lengths.max())
-    kept = order.indices[:, :width].masked_fill(~alive[:, :width], none).sort(dim=1).values  # [B, K], `none` padding
+    tokens, scores = (torch.cat(parts, dim=1) for parts in zip(*((v.tokens, v.scores) for v in levels), strict=True))
+    ends = [0, *accumulate(level.tokens.shape[1] for level in levels)]
+    counts, none = torch.tensor([ends[limit] for limit in limits]), ends[-1]
+    lengths = counts.clamp(max=num_nodes)
+    width, ragged = int(lengths.max()), len(set(limits)) > 1 or limits[0] < len(levels)
+    if ragged:  # what lies deeper than a row may get is likelier than nothing
+        outside = torch.arange(none) >= counts[:, None]
+        scores = scores.masked_fill(outside.to(scores.device), -inf)
+    kept = scores.sort(dim=1, descending=True, stable=True).indices[:, :width]
+    if ragged:
+        kept = kept.masked_fill((torch.arange(width) >= lengths[:, None]).to(kept.device), none)
+    return _tree(levels, tokens, kept.sort(dim=1).values, lengths)
+
+
+def _tree(levels: Sequence[_Level], tokens: Tensor, kept: Tensor, lengths: Tensor) -> Draft:
+    """kept: [B, K], which of the [B, M] candidates, ascending; M is padding."""
+    none, device = tokens.shape[1], kept.device
+    above = torch.cat([level.above for level in levels], dim=1)  # [B, nodes that have children]
+    parents = above[:, _places(tuple((level.above.shape[1], level.fan) for level in levels), device)]  # [B, M]
     # What a candidate is called in the draft: its place among those kept. One column more, for the root and padding.
-    names = torch.full((len(kept), none + 1), PADDING, device=kept.device)
-    names.scatter_(1, kept, torch.arange(width, device=kept.device).expand(len(kept), -1))
+    names = torch.full((len(kept), none + 1), PADDING, device=device)
+    names.scatter_(1, kept, torch.arange(kept.shape[1], device=device).expand_as(kept))
     names[:, none] = PADDING
     above = F.pad(parents, (0, 1), value=-1).gather(1, kept)
     return Draft(
         F.pad(tokens, (0, 1), value=PADDING).gather(1, kept),
-        lengths.cpu(),
+        lengths,
         None,
         names.gather(1, above.masked_fill(above < 0, none)),
     )
+
+
+@cache
+def _places(shapes: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """For every candidate of all levels, (nodes, children of each), the place of its parent among those nodes: [M]."""
+    fans = [fan for nodes, fan in shapes for _ in range(nodes)]
+    return torch.tensor([place for place, fan in enumerate(fans) for _ in range(fan)], device=device)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,9 @@ from specdec import kernels
 from specdec.errors import UsageError
 from specdec.types import Draft, SamplingParams
 
-Seen = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
-"""(row, position) → prompt token ids, and output token ids before that position, drafts included."""
+Tokens = np.ndarray | Tensor
+Seen = Callable[[int, int], tuple[Tokens, Tokens]]
+"""(row, position) → prompt token ids, and output token ids before that position, drafts included; `PADDING` is none."""
 
 _NUCLEUS_START = 64  # candidates looked at first; most nuclei are smaller
 _NUCLEUS_GROWTH = 8
@@ -103,16 +105,30 @@ def _penalised(logits: Tensor, params: SamplingParams, rows: Sequence[int], seen
     return scores
 
 
-def _penalise(scores: Tensor, params: SamplingParams, prompt: np.ndarray, output: np.ndarray) -> None:
+def _penalise(scores: Tensor, params: SamplingParams, prompt: Tokens, output: Tokens) -> None:
     """One position, in place, [V]. Repetition first, as in transformers; then the two that are subtracted."""
+    said = torch.as_tensor(output, device=scores.device)
     if params.repetition_penalty != 1:
-        tokens = torch.from_numpy(np.union1d(prompt, output).astype(np.int64)).to(scores.device)
-        found = scores[tokens]
-        scores[tokens] = torch.where(found < 0, found * params.repetition_penalty, found / params.repetition_penalty)
+        tokens = torch.cat((torch.as_tensor(prompt, device=scores.device), said))
+        at, counts = _counted(tokens, scores)
+        found = scores[at]
+        turned = torch.where(found < 0, found * params.repetition_penalty, found / params.repetition_penalty)
+        scores[at] = torch.where(counts > 0, turned, found)
     if params.presence_penalty != 0 or params.frequency_penalty != 0:
-        unique, counts = np.unique(output, return_counts=True)
-        penalty = params.presence_penalty + params.frequency_penalty * counts
-        scores[torch.from_numpy(unique.astype(np.int64)).to(scores.device)] -= torch.from_numpy(penalty).to(scores)
+        at, counts = _counted(said, scores)
+        penalty = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts.double()
+        scores[at] = scores[at] - penalty.to(scores)
+
+
+def _counted(tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a position's scores [V] may change, and how often each of these tokens occurs: [n] → [n], [n].
+
+    Equal tokens give equal entries. Padding stands for token 0 with that one's own count. No shape depends on the ids.
+    """
+    totals = scores.new_zeros(len(scores) + 1)  # 0 is for padding
+    totals.index_add_(0, tokens + 1, torch.ones_like(tokens, dtype=totals.dtype))
+    at = tokens.clamp(min=0)
+    return at, totals[at + 1]
 
 
 def _truncated(probs: Tensor, params: SamplingParams) -> Tensor:
@@ -129,29 +145,48 @@ def _truncated(probs: Tensor, params: SamplingParams) -> Tensor:
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     """The smallest set of most likely tokens whose mass reaches top_p: [N, V] → [N, V] bool.
 
-    Holtzman et al. 1904.09751. Without sorting the vocabulary: the largest few probabilities show where the
-    set ends; only positions whose mass they do not reach are looked at again, with more candidates.
-    Among tokens tied at the edge the lowest ids stay.
+    Holtzman et al. 1904.09751. Among tokens tied at the edge the lowest ids stay. On a CPU without sorting the
+    vocabulary: the largest few probabilities show where the set ends; only positions whose mass they do not reach are
+    looked at again, with more candidates. Elsewhere asking which those are would wait for the device.
     """
-    edge = torch.empty(len(probs), 1, device=probs.device)  # the smallest probability kept
-    quota = torch.empty(len(probs), 1, dtype=torch.long, device=probs.device)  # how many tokens of that probability
-    tied = torch.empty(len(probs), dtype=torch.bool, device=probs.device)
-    pending, size = torch.arange(len(probs), device=probs.device), _NUCLEUS_START
-    while len(pending):
-        size = min(size, probs.shape[-1])
-        found = (probs if len(pending) == len(probs) else probs[pending]).topk(size, dim=-1).values  # [n, size]
-        mass_before = found.double().cumsum(-1) - found
-        count = (mass_before < top_p).sum(-1, keepdim=True)  # [n, 1]
-        last = found.gather(-1, count - 1)
-        edge[pending], quota[pending] = last, ((found == last).cumsum(-1)).gather(-1, count - 1)
-        tied[pending] = (found.gather(-1, count.clamp(max=size - 1)) == last)[:, 0] & (count < size)[:, 0]
-        reached = (count < size)[:, 0] | (size == probs.shape[-1])
-        pending, size = pending[~reached], size * _NUCLEUS_GROWTH
-    kept = probs >= edge
-    if tied.any():
-        at_edge = probs == edge
-        kept &= ~(at_edge & (at_edge.cumsum(-1) > quota))
-    return kept
+    if not probs.is_cpu:
+        edge = _edge(probs, top_p, probs.shape[-1])
+        return _above(probs, edge)
+    edge, pending, size = _edge(probs, top_p, _NUCLEUS_START), torch.arange(len(probs)), _NUCLEUS_START
+    while len(pending := pending[~edge.reached[pending]]):
+        size *= _NUCLEUS_GROWTH
+        for whole, part in zip(edge, _edge(probs[pending], top_p, size), strict=True):
+            whole[pending] = part
+    return _above(probs, edge) if edge.tied.any() else probs >= edge.smallest
+
+
+class _Edge(NamedTuple):
+    """Where nuclei end. smallest: [N, 1], the least probability kept. quota: [N, 1], how many tokens of that
+    probability stay. tied: [N], whether more have it. reached: [N], whether enough candidates were looked at."""
+
+    smallest: Tensor
+    quota: Tensor
+    tied: Tensor
+    reached: Tensor
+
+
+def _edge(probs: Tensor, top_p: float, size: int) -> _Edge:
+    """From the `size` largest probabilities of each position."""
+    size = min(size, probs.shape[-1])
+    found = probs.topk(size, dim=-1).values  # [N, size]
+    mass_before = found.double().cumsum(-1) - found
+    count = (mass_before < top_p).sum(-1, keepdim=True)  # [N, 1]
+    smallest = found.gather(-1, count - 1)
+    quota = (found == smallest).cumsum(-1).gather(-1, count - 1)
+    inside = (count < size)[:, 0]
+    tied = (found.gather(-1, count.clamp(max=size - 1)) == smallest)[:, 0] & inside
+    return _Edge(smallest, quota, tied, inside | (size == probs.shape[-1]))
+
+
+def _above(probs: Tensor, edge: _Edge) -> Tensor:
+    """What is kept where tokens may be tied at the edge."""
+    at_edge = probs == edge.smallest
+    return (probs > edge.smallest) | (at_edge & (at_edge.cumsum(-1) <= edge.quota))
 
 
 def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -167,14 +202,18 @@ def sample(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(token, last_possible).clamp(max=probs.shape[-1] - 1)[:, 0]
 
 
-def logits_entropy_bits(logits: Tensor) -> list[list[float]]:
-    """Entropy in bits of the softmax, temperature 1, before any truncation: [B, S, V] → [B][S] on the host.
+def logits_entropy_nats(logits: Tensor) -> Tensor:
+    """Entropy of the softmax, temperature 1, before any truncation: [B, S, V] → [B, S].
 
     -inf logits have no mass. NaN, +inf, or nothing but -inf give NaN, so that this also finds broken logits.
     """
     scores = logits.float()
-    nats: list[list[float]] = (kernels.entropy_nats(scores) if kernels.serves(scores) else _nats(scores)).tolist()
-    return [[max(0.0, value / _NATS_PER_BIT) if value == value else value for value in row] for row in nats]
+    return kernels.entropy_nats(scores) if kernels.serves(scores) else _nats(scores)
+
+
+def in_bits(nats: Tensor) -> list[list[float]]:
+    """Entropies [B, S] on the host, rounded up to 0 where rounding left less."""
+    return [[max(0.0, value / _NATS_PER_BIT) if value == value else value for value in row] for row in nats.tolist()]
 
 
 def _nats(logits: Tensor) -> Tensor:

@@ -199,8 +199,8 @@ def _snapshot(context: DraftContext) -> DraftContext:
 
 
 def _copied(draft: Draft) -> Draft:
-    copies = [None if part is None else part.clone() for part in (draft.probs, draft.parents)]
-    return Draft(draft.tokens.clone(), draft.lengths.clone(), *copies)
+    probs, parents = (None if part is None else part.clone() for part in (draft.probs, draft.parents))
+    return Draft(draft.tokens.clone(), draft.lengths.clone(), probs, parents)
 
 
 def _tensors(draft: Draft, verdict: Verdict, hidden: Tensor | None) -> list[Tensor]:

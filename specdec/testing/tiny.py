@@ -53,12 +53,18 @@ def tiny_config(**changes: Any) -> TransformerConfig:
 
 
 def tiny_target(
-    seed: int = 0, *, noise: float = 0.0, dtype: torch.dtype = torch.float32, **changes: Any
+    seed: int = 0,
+    *,
+    noise: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    **changes: Any,
 ) -> LoadedModel:
     """A native transformer with random weights and its tokenizer, as `load_model` would return it.
 
     The same on every machine. noise: how far each weight is moved from where the seed puts it, relative to its
-    spread: a draft model that resembles the target of the same seed. changes: of `tiny_config`, e.g. num_layers=1.
+    spread: a draft model that resembles the target of the same seed. device: "meta" for
+    `check_device`. changes: of `tiny_config`, e.g. num_layers=1.
     """
     config, name = tiny_config(**changes), f"tiny-{seed}"
 
@@ -67,7 +73,7 @@ def tiny_target(
             key: (weight + noise * other).to(dtype)
             for (key, weight), (_, other) in zip(_weights(config, seed), _weights(config, seed + 1000), strict=True)
         }
-        return Transformer.from_state_dict(config, weights, dtype=computing, name=name)
+        return Transformer.from_state_dict(config, weights, device=device, dtype=computing, name=name)
 
     return LoadedModel(
         model=build(dtype),

@@ -5,10 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from enum import Enum, auto
 
+import torch
 from torch import Tensor
 
 from specdec.sampling.uniforms import Uniforms
 from specdec.types import Draft, Verdict
+
+
+def worth_asking(which: Tensor) -> Tensor:
+    """Rows to go on with, given which need it: [B] bool → [R] int64.
+
+    Exactly those on the host, where looking is free. Elsewhere all, since to look is to wait for the device: what is
+    done with the rows must leave the others as they are.
+    """
+    return which.nonzero()[:, 0] if which.is_cpu else torch.arange(len(which), device=which.device)
 
 
 class SiblingDraws(Enum):
@@ -53,5 +63,6 @@ class Verifier(ABC):
         """Decide how much of the draft stays.
 
         target_probs: [B, K + 1, V]; index 0 is the distribution after the last emitted token (the root),
-        index i + 1 the one after draft node i. Entries beyond a row's own length are ignored.
+        index i + 1 the one after draft node i. Entries beyond a row's own length are ignored. Nothing may be read from
+        a device: off the host, no loop and no shape depends on what a tensor holds (`worth_asking`).
         """

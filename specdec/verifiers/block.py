@@ -19,7 +19,7 @@ from torch import Tensor
 from specdec.sampling.distributions import sample, token_probs
 from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import Draft, Verdict
-from specdec.verifiers.base import Verifier
+from specdec.verifiers.base import Verifier, worth_asking
 from specdec.verifiers.rejection import chain_verdict, recovered_or_bonus_probs, refuse_trees
 
 
@@ -65,10 +65,14 @@ def _longest_kept(draft: Draft, target_probs: Tensor, weights: Tensor, coins: Te
     for length in range(draft.width, 0, -1):
         weight = weights[:, length]
         open_ = (lengths >= length) & (kept == 0) & (coins[:, length - 1] < weight)
-        unsure = (open_ & (lengths > length) & (weight < 1)).nonzero()[:, 0]
         kept = torch.where(open_, length, kept)
-        if len(unsure):
-            kept[unsure] *= coins[unsure, length - 1] < _chance(draft, target_probs, weight[unsure], unsure, length)
+        if length == draft.width:
+            continue
+        unsure = open_ & (lengths > length) & (weight < 1)
+        rows = worth_asking(unsure)
+        if len(rows):
+            chance = _chance(draft, target_probs, weight[rows], rows, length)
+            kept[rows] *= ~unsure[rows] | (coins[rows, length - 1] < chance)
     return kept
 
 
@@ -76,7 +80,7 @@ def _chance(draft: Draft, target_probs: Tensor, weight: Tensor, rows: Tensor, le
     """R / (R + 1 - p) of the prefix of `length` tokens in some rows, [R]; their weight is p < 1."""
     target = target_probs[rows, length]
     if draft.probs is None:  # one-hot: of p·P only the drafted token's share is taken, for p·P ≤ 1
-        owed = weight * (1 - target.gather(1, draft.tokens[rows, length, None])[:, 0])
+        owed = weight * (1 - target.gather(1, draft.tokens[rows, length, None].clamp(min=0))[:, 0])
     else:
         owed = target.mul_(weight[:, None]).sub_(draft.probs[rows, length]).clamp_(min=0).sum(-1)
     return owed / (owed + 1 - weight)

@@ -9,11 +9,12 @@ every drafter and every gamma, plain decoding with this rule included.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.sampling.uniforms import Uniforms
-from specdec.types import Draft, Verdict
-from specdec.verifiers.base import Verifier
+from specdec.types import PADDING, Draft, Verdict
+from specdec.verifiers.base import Verifier, worth_asking
 from specdec.verifiers.rejection import chain_verdict, refuse_trees
 
 
@@ -32,16 +33,15 @@ class CoupledVerifier(Verifier):
         """See `Verifier.verify`. Raises `UsageError` for trees."""
         refuse_trees(draft)
         num_accepted = torch.zeros_like(draft.lengths, device=target_probs.device)
-        next_token = torch.empty_like(num_accepted)
-        rows = torch.arange(len(next_token), device=target_probs.device)
+        next_token, walking = num_accepted.clone(), torch.ones_like(num_accepted, dtype=torch.bool)
+        tokens = F.pad(draft.tokens, (0, 1), value=PADDING)  # [B, K + 1], what no choice ever equals at the end
         for node in range(draft.width + 1):
-            chosen = uniforms.select(rows.tolist()).choose(target_probs[rows, node], node)
-            next_token[rows] = chosen
-            if node == draft.width:
+            rows = worth_asking(walking)
+            if not len(rows):
                 break
-            drafted = draft.lengths.to(rows.device)[rows] > node
-            rows = rows[drafted & (draft.tokens[rows, node] == chosen)]
-            if len(rows) == 0:
-                break
-            num_accepted[rows] += 1
+            there = uniforms.select(rows.tolist()) if rows.is_cpu else uniforms
+            chosen, going = there.choose(target_probs[rows, node], node), walking[rows]
+            next_token[rows] = torch.where(going, chosen, next_token[rows])
+            walking[rows] = going & (tokens[rows, node] == chosen)
+            num_accepted += walking
         return chain_verdict(draft, num_accepted, next_token)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specdec.types import DeferredError
 from specdec.verifiers.tree_rejection import Choice, Siblings, TreeRejectionVerifier
 
 
@@ -18,29 +19,22 @@ class WithReplacementVerifier(TreeRejectionVerifier):
 
     greedy_when_certain = True
 
-    def choose(self, siblings: Siblings) -> Choice:
-        """See `TreeRejectionVerifier.choose`."""
-        owed, mass = siblings.target.clone(), torch.ones_like(siblings.target[:, 0])
-        child = torch.full_like(siblings.rows, -1)
-        for index, tokens in enumerate(siblings.tokens.unbind(1)):
-            which = ((child < 0) & (tokens >= 0)).nonzero()[:, 0]
-            if len(which) == 0:
-                break
-            draft_probs = self.drawn_from(siblings, index, which)
-            drafted = tokens[which, None]
-            target_prob = owed[which].gather(1, drafted)[:, 0]
-            draft_prob = 1.0 if draft_probs is None else draft_probs.gather(1, drafted)[:, 0]
-            stays = siblings.coins[which, index] * draft_prob * mass[which] < target_prob
-            child[which[stays]] = index
-            rest = which[~stays]
-            owed[rest], mass[rest] = _residual(
-                owed[rest], mass[rest], drafted[~stays], None if draft_probs is None else draft_probs[~stays]
-            )
-        return Choice(child, owed)
+    def judge(self, siblings: Siblings) -> Choice:
+        """See `TreeRejectionVerifier.judge`."""
+        everyone = torch.arange(len(siblings.rows), device=siblings.rows.device)
+        draft_probs, deferred = self.drawn_from(siblings, siblings.index, everyone), self.misfits(siblings)
+        target_prob = siblings.owed.gather(1, siblings.token)[:, 0]
+        draft_prob = 1.0 if draft_probs is None else draft_probs.gather(1, siblings.token)[:, 0]
+        stays = siblings.coin * draft_prob * siblings.mass < target_prob
+        return Choice(stays, *_residual(siblings.owed, siblings.mass, siblings.token, draft_probs), deferred)
 
-    def drawn_from(self, siblings: Siblings, index: int, which: Tensor) -> Tensor | None:
+    def drawn_from(self, siblings: Siblings, index: int | Tensor, which: Tensor) -> Tensor | None:
         """Distribution of one child given its elder siblings, [len(which), V]; None: one-hot."""
         return siblings.drawn_from(index, which)
+
+    def misfits(self, siblings: Siblings) -> tuple[DeferredError, ...]:
+        """What the rule takes for granted of its drafts and may not be so; see `refuse`."""
+        return ()
 
 
 def _residual(owed: Tensor, mass: Tensor, drafted: Tensor, draft_probs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -48,6 +42,5 @@ def _residual(owed: Tensor, mass: Tensor, drafted: Tensor, draft_probs: Tensor |
     share = torch.zeros_like(owed).scatter_(1, drafted, 1.0) if draft_probs is None else draft_probs
     left = (owed - share * mass[:, None]).clamp_(min=0)
     total = left.sum(-1)
-    empty = total <= 0
-    left[empty], total[empty] = owed[empty], mass[empty]
-    return left, total
+    some = total > 0
+    return torch.where(some[:, None], left, owed), torch.where(some, total, mass)

@@ -17,6 +17,6 @@ class TopKVerifier(WithReplacementVerifier):
 
     greedy_when_certain = True
 
-    def drawn_from(self, siblings: Siblings, index: int, which: Tensor) -> Tensor | None:
+    def drawn_from(self, siblings: Siblings, index: int | Tensor, which: Tensor) -> Tensor | None:
         """See `WithReplacementVerifier.drawn_from`."""
         return None

@@ -14,19 +14,15 @@ Uniforms: `ACCEPT`, node i decides draft node i; `TARGET`, node 0 draws the toke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.sampling.distributions import sample
 from specdec.sampling.uniforms import Purpose, Uniforms
-from specdec.types import PADDING, Draft, Verdict
-from specdec.verifiers.base import Verifier
-from specdec.verifiers.tree import parent_columns
-
-_Parents = list[int]
-"""Of each node of one tree, -1 the root."""
+from specdec.types import Draft, Verdict, ancestor_mask
+from specdec.verifiers.base import Verifier, worth_asking
+from specdec.verifiers.tree import parent_columns, path_of
 
 
 class TraversalVerifier(Verifier):
@@ -41,91 +37,97 @@ class TraversalVerifier(Verifier):
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
         """See `Verifier.verify`."""
-        lengths = draft.lengths.tolist()
-        columns = parent_columns(draft).tolist()
-        trees = [[column - 1 for column in row[:length]] for row, length in zip(columns, lengths, strict=True)]
+        inside = (torch.arange(draft.width) < draft.lengths[:, None]).to(target_probs.device)
+        parents = parent_columns(draft).masked_fill(~inside, 0)  # [B, K]; what hangs from the root last disturbs nobody
+        above = ancestor_mask(parents - 1)[:, 1:, 1:]  # [B, K, K]
         state = _State(draft, target_probs, uniforms.draw(Purpose.ACCEPT, 0, draft.width))
-        ends = _walk(trees, state)
-        paths = [_path(tree, end) for tree, end in zip(trees, ends, strict=True)]
-        refused = [end in tree for tree, end in zip(trees, ends, strict=True)]
-        device = target_probs.device
-        path = [[*nodes, *[PADDING] * (draft.width - len(nodes))] for nodes in paths]
-        num_accepted = torch.tensor([len(nodes) for nodes in paths], device=device)
-        owed = state.owed[torch.arange(len(ends), device=device), torch.tensor(ends, device=device) + 1]
+        ends = _walk(parents, inside, _tour(parents, above), state)  # [B], as columns of `owed`: 0 is the root
+        rows = torch.arange(len(ends), device=ends.device)
+        kept = F.pad(above, (0, 0, 1, 0))[rows, ends]  # [B, K]
+        num_accepted = kept.sum(-1)
         return Verdict(
-            path=torch.tensor(path, dtype=torch.long, device=device).reshape(len(ends), draft.width),
+            path=path_of(kept),
             num_accepted=num_accepted,
-            num_examined=num_accepted + torch.tensor(refused, device=device),
-            next_token=sample(owed, uniforms.draw(Purpose.TARGET, 0, 1)[:, 0]),
+            num_examined=num_accepted + (inside & (parents == ends[:, None])).any(-1),
+            next_token=sample(state.owed[rows, ends], uniforms.draw(Purpose.TARGET, 0, 1)[:, 0]),
         )
 
 
 class _State:
-    """Weight and remaining target distribution of every node, while the batch is walked."""
+    """Weight and remaining target distribution of every node, while the batch is walked.
+
+    Node K is nobody's: rows that have nothing to do at a step do it there.
+    """
 
     def __init__(self, draft: Draft, target_probs: Tensor, coins: Tensor) -> None:
-        self.owed = target_probs.clone()  # [B, K + 1, V], normalised; column 0 is the root
-        self._draft = draft
-        self._coins = coins
-        self._weights = torch.ones_like(target_probs[:, :, 0])  # [B, K + 1]
+        self.owed = F.pad(target_probs, (0, 0, 0, 1))  # [B, K + 2, V], normalised; column 0 is the root
+        self._last = draft.width - 1
+        self._tokens = F.pad(draft.tokens.clamp(min=0), (0, 1))
+        self._probs = draft.probs
+        self._coins = F.pad(coins, (0, 1))
+        self._weights = torch.ones_like(self.owed[:, :, 0])  # [B, K + 2]
 
     def enter(self, rows: Tensor, nodes: Tensor, above: Tensor) -> None:
         """Give one node in each of some rows its weight; `above` are their parents' columns."""
-        tokens, draft = self._draft.tokens[rows, nodes], self._draft.probs
+        tokens = self._tokens[rows, nodes]
         ratio = self._weights[rows, above] * self.owed[rows, above, tokens]
-        if draft is not None:
-            ratio = ratio / draft[rows, nodes, tokens]
+        if self._probs is not None:
+            ratio = ratio / self._probs[rows, nodes.clamp(max=self._last), tokens]
         self._weights[rows, nodes + 1] = ratio.clamp(max=1)
 
     def leave(self, rows: Tensor, nodes: Tensor, above: Tensor) -> Tensor:
         """Whether each node is kept, all below it being refused: [R] bool. Parents of the refused owe less."""
         kept = self._coins[rows, nodes] < self._weights[rows, nodes + 1]
-        rows, nodes, above = rows[~kept], nodes[~kept], above[~kept]
-        weight = self._weights[rows, above]
-        left = self.owed[rows, above] * weight[:, None]  # [R, V]
-        if self._draft.probs is None:  # one-hot: p·P ≤ 1
-            left.scatter_(1, self._draft.tokens[rows, nodes, None], 0.0)
+        weight, before = self._weights[rows, above], self.owed[rows, above]  # [R], [R, V]
+        left = before * weight[:, None]
+        if self._probs is None:  # one-hot: p·P ≤ 1
+            left.scatter_(1, self._tokens[rows, nodes, None], 0.0)
         else:
-            left.sub_(self._draft.probs[rows, nodes]).clamp_(min=0)
+            left.sub_(self._probs[rows, nodes.clamp(max=self._last)]).clamp_(min=0)
         total = left.sum(-1)
-        some = total > 0
-        self.owed[rows[some], above[some]] = left[some] / total[some, None]
+        less = ~kept & (total > 0)
+        self.owed[rows, above] = torch.where(less[:, None], left / total[:, None], before)
         # Nothing owed: certain to stay if its weight is 1 (P and Q agree), certain to go otherwise.
-        self._weights[rows, above] = torch.where(weight < 1, total / (total + 1 - weight), 1)
+        owing = torch.where(weight < 1, total / (total + 1 - weight), 1)
+        self._weights[rows, above] = torch.where(kept, weight, owing)
         return kept
 
 
-def _walk(trees: Sequence[_Parents], state: _State) -> list[int]:
-    """The node at which each row's kept path ends, -1 the root. Rows take their steps side by side."""
-    ends = [-1] * len(trees)
-    tours = {row: _tour(tree) for row, tree in enumerate(trees)}
-    device = state.owed.device
-    while tours:
-        steps = {row: next(tour, None) for row, tour in tours.items()}
+def _walk(parents: Tensor, inside: Tensor, tour: Tensor, state: _State) -> Tensor:
+    """The column at which each row's kept path ends, [B], 0 the root. Rows take their steps side by side."""
+    width = parents.shape[1]
+    ends, walking = torch.zeros_like(parents[:, :1].sum(-1)), torch.ones_like(inside[:, :1].any(-1))
+    columns, real = F.pad(parents, (0, 1), value=width + 1), F.pad(inside, (0, 1))
+    for step in tour.unbind(1):
+        here = step % width
+        active = walking & real.gather(1, here[:, None])[:, 0]
         for leaving in (False, True):
-            now = [(row, step[0]) for row, step in steps.items() if step is not None and step[1] == leaving]
-            if not now:
+            now = active & ((step >= width) == leaving)
+            rows = worth_asking(now)
+            if not len(rows):
                 continue
-            above = [trees[row][node] + 1 for row, node in now]
-            where = [torch.tensor(column, device=device) for column in (*zip(*now, strict=True), above)]
+            nodes = torch.where(now, here, width)[rows]
+            above = columns.gather(1, torch.where(now, here, width)[:, None])[rows, 0]
             if not leaving:
-                state.enter(*where)
+                state.enter(rows, nodes, above)
                 continue
-            for (row, node), kept in zip(now, state.leave(*where).tolist(), strict=True):
-                if kept:
-                    ends[row], steps[row] = node, None
-        tours = {row: tour for row, tour in tours.items() if steps[row] is not None}
+            kept = now[rows] & state.leave(rows, nodes, above)
+            ends[rows] = torch.where(kept, nodes + 1, ends[rows])
+            walking[rows] &= ~kept
     return ends
 
 
-def _tour(parents: _Parents, root: int = -1) -> Iterator[tuple[int, bool]]:
-    """Down into every node, and out of it once all below it is done: (node, whether it is left)."""
-    for node, parent in enumerate(parents):
-        if parent == root:
-            yield node, False
-            yield from _tour(parents, node)
-            yield node, True
+def _tour(parents: Tensor, above: Tensor) -> Tensor:
+    """Down into every node, and out of it once all below it is done: [B, 2K], node i for entering, K + i for leaving.
 
-
-def _path(parents: _Parents, node: int) -> list[int]:
-    return [*_path(parents, parents[node]), node] if node >= 0 else []
+    parents: [B, K] columns. above: [B, K, K], whether j is i or an ancestor of it. Before a node is entered, so are its
+    ancestors, and the elder siblings of all of these have been left with everything below them.
+    """
+    width = parents.shape[1]
+    size = above.sum(1)  # [B, K], nodes of the tree below and with each
+    elder = (parents[:, :, None] == parents[:, None]) & torch.ones_like(above[0]).tril(-1)
+    done = (above * (elder * size[:, None]).sum(-1)[:, None]).sum(-1)
+    enter = above.sum(-1) - 1 + 2 * done
+    nodes = torch.arange(width, device=parents.device).expand_as(parents)
+    tour = torch.empty(len(parents), 2 * width, dtype=torch.long, device=parents.device)
+    return tour.scatter_(1, enter, nodes).scatter_(1, enter + 2 * size - 1, nodes + width)

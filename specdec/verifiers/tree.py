@@ -36,11 +36,9 @@ class GreedyTreeVerifier(Verifier):
         columns = torch.arange(draft.width + 1, device=choice.device)
         end = torch.where(walked, columns, 0).amax(-1, keepdim=True)  # [B, 1], where the walk stopped
         refused = ((parents == end) & valid).any(-1)
-        # Parents come before children, so ascending order is root to leaf.
-        nodes = torch.where(walked[:, 1:], columns[:-1], draft.width).sort(-1).values
         num_accepted = walked[:, 1:].sum(-1)
         return Verdict(
-            path=nodes.masked_fill(nodes == draft.width, PADDING),
+            path=path_of(walked[:, 1:]),
             num_accepted=num_accepted,
             num_examined=num_accepted + refused,
             next_token=choice.gather(1, end)[:, 0],
@@ -52,6 +50,13 @@ def parent_columns(draft: Draft) -> Tensor:
     if draft.parents is None:
         return torch.arange(draft.width, device=draft.tokens.device).expand(len(draft.tokens), -1)
     return draft.parents + 1
+
+
+def path_of(kept: Tensor) -> Tensor:
+    """The nodes that are kept, [B, K] bool → [B, K] int64. Parents come before children, so from the root down."""
+    width = kept.shape[1]
+    nodes = torch.where(kept, torch.arange(width, device=kept.device), width).sort(-1).values
+    return nodes.masked_fill(nodes == width, PADDING)
 
 
 def _walked(tokens: Tensor, parents: Tensor, valid: Tensor, choice: Tensor) -> Tensor:

@@ -17,27 +17,43 @@ from torch import Tensor
 
 from specdec.sampling.distributions import sample
 from specdec.sampling.uniforms import Purpose, Uniforms
-from specdec.types import PADDING, Draft, Verdict
-from specdec.verifiers.base import Verifier
-from specdec.verifiers.tree import parent_columns
+from specdec.types import PADDING, DeferredError, Draft, Verdict
+from specdec.verifiers.base import Verifier, worth_asking
+from specdec.verifiers.tree import parent_columns, path_of
 
 
 @dataclass(frozen=True)
 class Siblings:
-    """The drafts at one node in each of R rows, in the order they are tried.
+    """The drafts at one node in each of R rows, in the order they are tried, and the one whose turn it is.
 
-    target: [R, V], the target's distribution at the node. tokens: [R, C], `PADDING` past a row's own number of drafts.
-    coins: [R, C] uniforms. rows, nodes: [R] and [R, C], where the drafts lie in `draft`.
+    owed: [R, V], what the target still owes at the node, once elder siblings were refused; mass: [R], its sum, where it
+    is not kept normalised. target: [R, V], the target's distribution at the node. tokens: [R, C], `PADDING` past a
+    row's own number of drafts. coins: [R, C] uniforms. index: [R], whose turn it is. rows, nodes: [R] and [R, C], where
+    the drafts lie in `draft`. notes: what a rule keeps from one sibling to the next, by name, [B, ...].
     """
 
+    owed: Tensor
+    mass: Tensor
     target: Tensor
     tokens: Tensor
     coins: Tensor
+    index: Tensor
     draft: Draft
     rows: Tensor
     nodes: Tensor
+    notes: dict[str, Tensor]
 
-    def drawn_from(self, child: int, which: Tensor) -> Tensor | None:
+    @property
+    def token(self) -> Tensor:
+        """Whose turn it is: [R, 1]."""
+        return self.tokens.gather(1, self.index[:, None]).clamp(min=0)
+
+    @property
+    def coin(self) -> Tensor:
+        """Its uniform: [R]."""
+        return self.coins.gather(1, self.index[:, None])[:, 0]
+
+    def drawn_from(self, child: int | Tensor, which: Tensor) -> Tensor | None:
         """The distribution of one child in some of the R rows, [len(which), V]; None: one-hot."""
         if self.draft.probs is None:
             return None
@@ -45,14 +61,16 @@ class Siblings:
 
 
 class Choice(NamedTuple):
-    """What a node's rule decided in each of R rows.
+    """What a node's rule decided about one child in each of R rows.
 
-    child: [R] int64, which of the siblings stays, -1 for none. owed: [R, V], not normalised, what the target still owes
-    where none does.
+    stays: [R] bool. owed: [R, V], not normalised, what the target owes once it is refused. mass: see `Siblings`.
+    deferred: see `Verdict`.
     """
 
-    child: Tensor
+    stays: Tensor
     owed: Tensor
+    mass: Tensor
+    deferred: tuple[DeferredError, ...] = ()
 
 
 class TreeRejectionVerifier(Verifier):
@@ -66,54 +84,76 @@ class TreeRejectionVerifier(Verifier):
     tokenwise = False
 
     @abstractmethod
-    def choose(self, siblings: Siblings) -> Choice:
-        """Keep one of the drafts at a node, or none."""
+    def judge(self, siblings: Siblings) -> Choice:
+        """Keep or refuse the draft whose turn it is."""
 
     def verify(self, draft: Draft, target_probs: Tensor, uniforms: Uniforms) -> Verdict:
-        """See `Verifier.verify`."""
-        path, num_examined, owed = self._walk(draft, target_probs, uniforms.draw(Purpose.ACCEPT, 0, draft.width))
-        return Verdict(
-            path=path,
-            num_accepted=(path != PADDING).sum(-1),
-            num_examined=num_examined,
-            next_token=sample(owed, uniforms.draw(Purpose.TARGET, 0, 1)[:, 0]),
+        """See `Verifier.verify`.
+
+        One pass over the nodes: a parent comes before its children, and elder siblings before younger, so that whoever
+        is a child of where the walk has come to is the next to be tried.
+        """
+        walk = _Walk(draft, target_probs, uniforms.draw(Purpose.ACCEPT, 0, draft.width))
+        for node in range(draft.width):
+            tried = walk.children_of_end(node)
+            rows = worth_asking(tried)
+            if len(rows):
+                siblings = walk.siblings(node, rows)
+                walk.go_on(node, rows, tried[rows], siblings.index, self.judge(siblings))
+        return walk.verdict(uniforms.draw(Purpose.TARGET, 0, 1)[:, 0])
+
+
+class _Walk:
+    """How far each row has come. Columns count the root as 0 and node i as i + 1."""
+
+    def __init__(self, draft: Draft, target_probs: Tensor, coins: Tensor) -> None:
+        self._draft, self._target, self._coins = draft, target_probs, coins
+        inside = (torch.arange(draft.width) < draft.lengths[:, None]).to(target_probs.device)
+        self._parents = parent_columns(draft).masked_fill(~inside, PADDING)  # [B, K]
+        self._end = torch.zeros(len(target_probs), dtype=torch.long, device=target_probs.device)
+        self._num_examined = torch.zeros_like(self._end)
+        self._kept = torch.zeros_like(inside)  # [B, K]
+        self._owed = target_probs[:, 0].clone()
+        self._mass = torch.ones_like(self._owed[:, 0])
+        self._notes: dict[str, Tensor] = {}
+        self._deferred: tuple[DeferredError, ...] = ()
+
+    def children_of_end(self, node: int) -> Tensor:
+        """Rows in which the node comes right below the last one kept: [B] bool."""
+        return self._parents[:, node] == self._end
+
+    def siblings(self, node: int, rows: Tensor) -> Siblings:
+        """All children of the node's parent. C is K where their number is not known on the host."""
+        parents, width = self._parents[rows], self._draft.width
+        below = parents == parents[:, node, None]  # [R, K]
+        nodes = torch.where(below, torch.arange(width, device=rows.device), width).sort(-1).values
+        if nodes.is_cpu:
+            nodes = nodes[:, : int(below.sum(-1).amax())]
+        real = nodes.clamp(max=width - 1)
+        tokens = self._draft.tokens[rows[:, None], real].masked_fill(nodes == width, PADDING)
+        index = below[:, :node].sum(-1)
+        at, coins = self._target[rows, parents[:, node].clamp(min=0)], self._coins[rows[:, None], real]
+        return Siblings(
+            self._owed[rows], self._mass[rows], at, tokens, coins, index, self._draft, rows, real, self._notes
         )
 
-    def _walk(self, draft: Draft, target_probs: Tensor, coins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One depth after the other, rows that have ended left behind: path [B, K], examined [B], owed [B, V]."""
-        batch, device = len(target_probs), target_probs.device
-        inside = (torch.arange(draft.width) < draft.lengths[:, None]).to(device)
-        parents = parent_columns(draft).masked_fill(~inside, PADDING)
-        at = torch.zeros(batch, dtype=torch.long, device=device)  # column of target_probs: 0 is the root
-        num_examined, path = torch.zeros_like(at), torch.full_like(parents, PADDING)
-        owed = torch.empty_like(target_probs[:, 0])
-        rows = torch.arange(batch, device=device)
-        while True:
-            owed[rows] = target_probs[rows, at[rows]]
-            nodes = _children(parents[rows], at[rows])  # [R, C], K past a row's own
-            has_child = (nodes < draft.width).any(-1)
-            rows, nodes = rows[has_child], nodes[has_child]
-            if len(rows) == 0:
-                return path, num_examined, owed
-            num_examined[rows] += 1
-            chosen = self.choose(_siblings(draft, owed[rows], coins, rows, nodes))
-            stays = chosen.child >= 0
-            owed[rows[~stays]] = chosen.owed[~stays]
-            kept = nodes.gather(1, chosen.child.clamp(min=0)[:, None])[stays, 0]
-            rows = rows[stays]
-            at[rows] = kept + 1
-            path[rows, num_examined[rows] - 1] = kept
+    def go_on(self, node: int, rows: Tensor, tried: Tensor, index: Tensor, choice: Choice) -> None:
+        """Take a step down, or leave less to owe, in those of the rows that have `tried` the node, [R] bool."""
+        stays = tried & choice.stays
+        self._num_examined[rows] += tried & (index == 0)
+        self._kept[rows, node] = stays
+        self._end[rows] = torch.where(stays, node + 1, self._end[rows])
+        owed = torch.where(stays[:, None], self._target[rows, node + 1], choice.owed)
+        self._owed[rows] = torch.where(tried[:, None], owed, self._owed[rows])
+        self._mass[rows] = torch.where(tried, torch.where(stays, 1.0, choice.mass), self._mass[rows])
+        self._deferred += choice.deferred
 
-
-def _children(parents: Tensor, at: Tensor) -> Tensor:
-    """Nodes below column `at` [R] of each row in ascending order: [R, K] → [R, C], K past a row's own number."""
-    width = parents.shape[1]
-    below = parents == at[:, None]
-    nodes = torch.where(below, torch.arange(width, device=parents.device), width).sort(-1).values
-    return nodes[:, : int(below.sum(-1).amax())] if below.numel() else nodes
-
-
-def _siblings(draft: Draft, target: Tensor, coins: Tensor, rows: Tensor, nodes: Tensor) -> Siblings:
-    real = nodes.clamp(max=draft.width - 1)
-    tokens = draft.tokens[rows[:, None], real].masked_fill(nodes == draft.width, PADDING)
-    return Siblings(target, tokens, coins[rows[:, None], real], draft, rows, real)
+    def verdict(self, uniforms: Tensor) -> Verdict:
+        """The path kept, and a token drawn from what the target owes at its end."""
+        return Verdict(
+            path=path_of(self._kept),
+            num_accepted=self._kept.sum(-1),
+            num_examined=self._num_examined,
+            next_token=sample(self._owed, uniforms),
+            deferred=self._deferred,
+        )

@@ -11,7 +11,7 @@ from specdec.errors import UsageError
 from specdec.sampling.distributions import entropy_bits, sample, token_probs
 from specdec.sampling.uniforms import Purpose, Uniforms
 from specdec.types import Draft, Verdict
-from specdec.verifiers.base import Verifier
+from specdec.verifiers.base import Verifier, worth_asking
 from specdec.verifiers.rejection import chain_verdict, refuse_trees
 
 
@@ -40,20 +40,25 @@ class TypicalVerifier(Verifier):
         refuse_trees(draft)
         target = token_probs(target_probs[:, : draft.width], draft.tokens)  # [B, K]
         num_accepted = torch.zeros_like(draft.lengths, device=target.device)
-        rows = torch.arange(len(target), device=target.device)
+        lengths = draft.lengths.to(target.device)
+        walking = torch.ones_like(num_accepted, dtype=torch.bool)
         for node in range(draft.width):
-            rows = rows[draft.lengths.to(rows.device)[rows] > node]
-            rows = rows[self._typical(target[rows, node], target_probs, rows, node)]
-            num_accepted[rows] += 1
+            walking &= lengths > node
+            walking &= self._typical(target[:, node], target_probs, walking, node)
+            num_accepted += walking
         rows = torch.arange(len(target), device=target.device)
         next_token = sample(target_probs[rows, num_accepted], uniforms.draw(Purpose.TARGET, 0, 1)[:, 0])
         return chain_verdict(draft, num_accepted, next_token)
 
-    def _typical(self, probs: Tensor, target_probs: Tensor, rows: Tensor, node: int) -> Tensor:
-        """[R] bool for the probabilities [R] of one node's tokens. Entropies, in [0, ln V], only where they decide."""
+    def _typical(self, probs: Tensor, target_probs: Tensor, walking: Tensor, node: int) -> Tensor:
+        """[B] bool for the probabilities [B] of one node's tokens, right for the rows that are `walking`, [B] bool.
+
+        Entropies, in [0, ln V], only where they decide.
+        """
         typical = probs > self.epsilon
-        doubtful = (~typical & (probs > self.delta / target_probs.shape[-1])).nonzero()[:, 0]
-        if len(doubtful):
-            nats = entropy_bits(target_probs[rows[doubtful], node]) * math.log(2)
-            typical[doubtful] = probs[doubtful] > self.delta * torch.exp(-nats)
+        doubtful = walking & ~typical & (probs > self.delta / target_probs.shape[-1])
+        rows = worth_asking(doubtful)
+        if len(rows):
+            nats = entropy_bits(target_probs[rows, node]) * math.log(2)
+            typical[rows] |= doubtful[rows] & (probs[rows] > self.delta * torch.exp(-nats))
         return typical

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.decoding.judging import ByComparison, ByRule, Judged, judge
+from specdec.decoding.judging import ByComparison, ByRule, judge
 from specdec.errors import UsageError
-from specdec.sampling.distributions import one_hot
+from specdec.sampling.distributions import in_bits, one_hot
 from specdec.sampling.uniforms import Uniforms
 from specdec.types import PADDING, Draft, SamplingParams
 from specdec.verifiers.base import Verifier
@@ -77,24 +77,22 @@ def test_comparing_tokens_is_what_the_rule_would_decide(seed: int, verifier: Ver
     probs = one_hot(logits.argmax(-1), VOCABULARY)
     ruled = ByRule(logits, [SamplingParams()] * 4, draft, probs, verifier.verify(draft, probs, uniforms))
     assert isinstance(compared, ByComparison)
+    (by_comparison, one), (by_rule, other) = compared.read(), ruled.read()
+    assert by_comparison == by_rule
+    assert compared.measured(by_comparison, one) == ruled.measured(by_rule, other)
+    bits = in_bits(one["model_nats"])
+    assert compared.sampling_bits(one, bits) == ruled.sampling_bits(other, bits)
+
+
+def test_a_ruling_tells_the_verdict_it_was_made_of() -> None:
+    draft, logits = random_step(9)
+    verdict = GreedyVerifier().verify(draft, one_hot(logits.argmax(-1), VOCABULARY), Uniforms(range(4), [0] * 4))
+    ruling, _ = ByRule(logits, [SamplingParams()] * 4, draft, logits.softmax(-1), verdict).read()
+    told = ruling.verdict()
     for field in ("num_accepted", "num_examined", "next_token"):
-        assert torch.equal(getattr(compared.verdict, field), getattr(ruled.verdict, field)), field
-    assert _paths(compared) == _paths(ruled) == compared.paths == ruled.paths
-    assert compared.num_examined == ruled.num_examined
-    assert compared.parents == ruled.parents
-    width = max(compared.num_examined)
-    assert _inside(compared.measured(width), draft) == _inside(ruled.measured(width), draft)
-    assert compared.sampling_entropy_bits(width) == ruled.sampling_entropy_bits(width)
-
-
-def _paths(judged: Judged) -> list[list[int]]:
-    return [[node for node in row if node != PADDING] for row in judged.verdict.path.tolist()]
-
-
-def _inside(measured: tuple[list, list], draft: Draft) -> tuple[list, list]:
-    """Without the padding nodes, which nobody records."""
-    nodes, granted = measured
-    return [row[:length] for row, length in zip(nodes, draft.lengths.tolist(), strict=True)], granted
+        assert torch.equal(getattr(told, field), getattr(verdict, field)), field
+    assert torch.equal(told.path, verdict.path[:, : told.path.shape[1]])
+    assert (verdict.path[:, told.path.shape[1] :] == PADDING).all()
 
 
 def test_a_rule_that_does_not_decide_greedily_is_asked() -> None:
@@ -102,7 +100,7 @@ def test_a_rule_that_does_not_decide_greedily_is_asked() -> None:
     uniforms = Uniforms(range(4), [0] * 4, positions=range(4))
     nothing = judge(SyntheticVerifier(0.0), draft, logits, [SamplingParams()] * 4, seen, uniforms)
     strictest = judge(TypicalVerifier(1.0, 1.0), draft, logits, [SamplingParams()] * 4, seen, uniforms)
-    assert nothing.paths == strictest.paths == [[]] * 4
+    assert nothing.read()[0].paths == strictest.read()[0].paths == [[]] * 4
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ class StopsAtEvenTokens(Controller):
 def test_a_sampled_draft_is_never_judged_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = CascadeDrafter(draft_model(five_token_model(1)), PromptLookupDrafter(), min_tokens=2)
     assert first_three_tokens(drafter, StopsAtEvenTokens(), SAMPLINGS["temperature"]) > FALSE_ALARM
-    monkeypatch.setattr(cascade, "_deterministic", lambda draft: [True] * len(draft.tokens))
+    monkeypatch.setattr(cascade, "_sampled", lambda draft: (False,) * len(draft.tokens))
     assert first_three_tokens(drafter, StopsAtEvenTokens(), SAMPLINGS["temperature"]) < 1e-9, "the mutant anticipates"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -87,9 +86,10 @@ class Checked:
 
     def check(self, context: DraftContext, draft: Draft, row: int, node: int) -> None:
         above = parent(draft, row, node)
-        before = np.concatenate(context.seen(draft.tokens, draft.parents)(row, above + 1))
+        before = torch.cat(context.seen(draft.tokens, draft.parents)(row, above + 1))
+        before = before[before != PADDING]  # nodes of other branches
         features = true_features(self.target, before[: len(context.tokens[row]) - 1].tolist())
-        logits = reference_logits(self.weights, self.target, features, torch.from_numpy(before))[-1]
+        logits = reference_logits(self.weights, self.target, features, before)[-1]
         if draft.probs is None:
             siblings = [n for n in range(int(draft.lengths[row])) if parent(draft, row, n) == above]
             likeliest = DRAFT_VOCAB[logits.topk(len(siblings)).indices].tolist()

@@ -11,7 +11,8 @@ from specdec.sampling.distributions import (
     argmax,
     entropy_bits,
     expected_acceptance,
-    logits_entropy_bits,
+    in_bits,
+    logits_entropy_nats,
     one_hot,
     parent_probs,
     probabilities,
@@ -137,7 +138,7 @@ def test_logits_are_left_alone_and_the_result_is_float32(dtype: torch.dtype, par
     logits = _logits().to(dtype)
     copy = logits.clone()
     probs = probabilities(logits, [params] * 3, lambda row, position: (np.arange(5), np.arange(3)))
-    logits_entropy_bits(logits)
+    logits_entropy_nats(logits)
     assert torch.equal(logits, copy)
     assert probs.dtype == torch.float32
     assert torch.equal(
@@ -236,18 +237,18 @@ def test_sample_by_chi_square() -> None:
 def test_entropy_of_logits(dtype: torch.dtype) -> None:
     logits = (_logits() + 1000).to(dtype)
     wanted = torch.distributions.Categorical(logits=logits.double()).entropy() / math.log(2)
-    found = torch.tensor(logits_entropy_bits(logits), dtype=torch.float64)
+    found = torch.tensor(in_bits(logits_entropy_nats(logits)), dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_entropy_in_bits() -> None:
     logits = torch.full((1, 1, 64), -math.inf)
     logits[..., :8] = 3.0
-    assert logits_entropy_bits(logits)[0] == pytest.approx([3], abs=1e-6)
+    assert in_bits(logits_entropy_nats(logits))[0] == pytest.approx([3], abs=1e-6)
     assert float(entropy_bits(logits.softmax(-1))) == pytest.approx(3, abs=1e-6)
     certain = one_hot(torch.tensor(5), 64)
     assert float(entropy_bits(certain)) == 0
-    assert logits_entropy_bits(certain.log()[None, None]) == [[0]]
+    assert in_bits(logits_entropy_nats(certain.log()[None, None])) == [[0]]
 
 
 def test_entropy_of_a_truncated_distribution() -> None:
@@ -260,7 +261,7 @@ def test_entropy_finds_broken_logits(broken: float) -> None:
     logits = _logits(1, 3)
     logits[0, 1] = broken if broken < 0 else logits[0, 1]
     logits[0, 1, 7] = broken
-    assert [math.isnan(bits) for bits in logits_entropy_bits(logits)[0]] == [False, True, False]
+    assert [math.isnan(bits) for bits in in_bits(logits_entropy_nats(logits))[0]] == [False, True, False]
 
 
 def test_token_probs_of_padding_are_zero() -> None:

@@ -89,7 +89,7 @@ class EagleHead:
             if name not in weights:
                 raise UsageError(f"the weights lack {name}, so they are not those of an EAGLE head; train it again")
         d, device = config.hidden_size, torch.device(device)
-        vocabulary = DraftVocabulary.checked(weights.pop("draft_vocab").to(device), len(tables.embedding), "the head")
+        vocabulary = DraftVocabulary.checked(weights.pop("draft_vocab"), len(tables.embedding), "the head").on(device)
         num_features = max(1, weights["fc.weight"].shape[-1] // d)
         embedding, head = (table.to(device, dtype) for table in (tables.embedding, tables.head))
         parts = _parts(config, Weights(weights, device, dtype), num_features, head[vocabulary.ids])
