@@ -158,7 +158,7 @@ def compare_arms(
 ) -> dict[str, Comparison]:
     """Every greedy arm that claims to be lossless against the plain one."""
     requests = [request for batch in batches for request in batch]
-    tolerance = TIE_TOLERANCE[target.model.dtype]
+    tolerance = TIE_TOLERANCE[target.model.compute_dtype]
     exact = exact_logits(target.in_float64)
     return {
         name: compare_all(requests, measured.traces[PLAIN], measured.traces[name], exact, tolerance)
