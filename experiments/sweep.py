@@ -182,7 +182,7 @@ def compare_arms(arms: dict[str, Arm], measured: Measured, target: LoadedModel) 
     They were not in a conversation whose earlier answer differs, and has been found to.
     """
     plain = {request.id: request for request in measured.requests[PLAIN]}
-    tolerance = TIE_TOLERANCE[target.model.dtype]
+    tolerance = TIE_TOLERANCE[target.model.compute_dtype]
     exact = exact_logits(target.in_float64)
 
     def same(name: str) -> list[Trace]:

@@ -93,7 +93,7 @@ def greedy(setup: Setup, batches: Sequence[Sequence[Request]], plain: Sequence[T
     """Token for token against plain decoding at temperature 0; where they part, is it a numeric tie?"""
     arm = [trace for batch in batches for trace in _generate(setup, batch)]
     requests = [request for batch in batches for request in batch]
-    found = compare_each(requests, plain, arm, exact, TIE_TOLERANCE[setup.arm.target.dtype])
+    found = compare_each(requests, plain, arm, exact, TIE_TOLERANCE[setup.arm.target.compute_dtype])
     counts = {outcome: sum(one.outcome is outcome for one in found) for outcome in _ANSWERS}
     worst, tokens = worst_of(found), sum(len(trace.token_ids) for trace in arm)
     evidence = f"{counts[Outcome.EQUAL]} of {len(found)} requests equal, {tokens} tokens"

@@ -48,7 +48,8 @@ class HarvestPlan:
 
     def fingerprint(self, target: LoadedModel, prompts: Sequence[Prompt]) -> str:
         """Of everything that decides what is harvested."""
-        described = [asdict(self), target.fingerprint, str(target.model.dtype), [asdict(prompt) for prompt in prompts]]
+        dtypes = [str(dtype) for dtype in (target.model.dtype, target.model.compute_dtype)]
+        described = [asdict(self), target.fingerprint, *dtypes, [asdict(prompt) for prompt in prompts]]
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from specdec.doctor.findings import Finding, Level, gigabytes
 
 if TYPE_CHECKING:
+    import torch
+
     from specdec.measurement.results import Hardware
 
 MEMORY_BYTES = 2_500_000_000
@@ -66,34 +68,39 @@ def quota_cores(container: Path = _CONTAINER) -> float | None:
 
 
 def kernels() -> Iterator[Finding]:
-    """What float32 and bfloat16 are computed with on this processor, tried out."""
+    """What multiplies weights stored in float32 and in bfloat16 on this processor, tried out."""
     import torch
 
     from specdec.kernels import build
-    from specdec.models.native.linear import has_onednn, linear
+    from specdec.models.native.linear import compute_dtype, linear
 
-    built, cpu_device = build(), torch.device("cpu")
+    built = build()
     if built.library is not None:
         yield Finding(Level.OK, "kernels", f"built by {built.compiler}")
     else:
-        fact = f"not built, so that steps in float32 take longer: {built.reason}"
+        fact = f"not built, so that steps take longer: {built.reason}"
         yield Finding(Level.WARN if built.remedy else Level.OK, "kernels", fact, built.remedy)
 
     remedy = "pip install --force-reinstall torch, within the range above"
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         try:
-            product = linear(torch.ones(16, 32, dtype=dtype))
-            right = bool((product(torch.ones(1, 32, dtype=dtype)) == 32).all())
+            product, computing = linear(torch.ones(16, 32, dtype=dtype)), compute_dtype(dtype, torch.device("cpu"))
+            right = bool((product(torch.ones(1, 32, dtype=computing)) == 32).all())
         except (RuntimeError, AttributeError) as error:
             yield Finding(Level.FAIL, name, f"products can't be computed ({error})", remedy)
             continue
         if not right:
             yield Finding(Level.FAIL, name, f"products by {type(product).__name__} are wrong", remedy)
-        elif dtype == torch.bfloat16 and not has_onednn(cpu_device, dtype):
-            yield Finding(Level.OK, name, "has no fast products on this processor")
         else:
-            yield Finding(Level.OK, name, f"products by {type(product).__name__}")
+            yield Finding(Level.OK, name, f"products by {type(product).__name__}{_meaning(dtype, computing)}")
+
+
+def _meaning(stored: torch.dtype, computing: torch.dtype) -> str:
+    if stored == computing:
+        return ""
+    wide = str(computing).removeprefix("torch.")
+    return f"; weights are stored in it and computed with in {wide} (on a GPU everything is in it)"
 
 
 def memory_bytes(

@@ -1,7 +1,7 @@
-"""What a decoding step spends its time on, written in C for a CPU, for inference only (decode.c): all of a layer
-in float32, what lies between its products in bfloat16.
+"""What a decoding step spends its time on, written in C for a CPU, for inference only (decode.c).
 
-`serves` says whether a tensor may come here; whoever asks has torch's operators for the rest.
+Activations, cache, sums and logits are float32; weights are stored in float32 or bfloat16. `serves` says whether a
+tensor may come here, `packs` whether a weight may; whoever asks has torch's operators for the rest.
 """
 
 from specdec.kernels.cpu import (
@@ -12,13 +12,9 @@ from specdec.kernels.cpu import (
     argmax,
     entropy_nats,
     feed_forward,
+    packs,
     rms_norm,
-    rms_norm_bfloat16,
     serves,
-    serves_bfloat16,
-    serves_heads,
-    swiglu_bfloat16,
-    turn_bfloat16,
 )
 from specdec.kernels.library import Build, build
 
@@ -32,11 +28,7 @@ __all__ = [
     "build",
     "entropy_nats",
     "feed_forward",
+    "packs",
     "rms_norm",
-    "rms_norm_bfloat16",
     "serves",
-    "serves_bfloat16",
-    "serves_heads",
-    "swiglu_bfloat16",
-    "turn_bfloat16",
 ]

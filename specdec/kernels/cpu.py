@@ -18,7 +18,13 @@ from specdec.kernels.library import build
 
 
 class _Product(ctypes.Structure):
-    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("inputs", c_long), ("outputs", c_long)]
+    _fields_ = [
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("inputs", c_long),
+        ("outputs", c_long),
+        ("narrow", c_long),
+    ]
 
 
 class _Attention(ctypes.Structure):
@@ -43,9 +49,8 @@ class _ForwardPass(ctypes.Structure):
         ("head_stride", c_long),
         ("cos", c_void_p),
         ("sin", c_void_p),
-        ("mask", c_void_p),
-        ("mask_row", c_long),
-        ("mask_token", c_long),
+        ("tree", c_void_p),
+        ("nodes", c_long),
     ]
 
 
@@ -72,9 +77,6 @@ def _library() -> Any:
         "panel": ([], c_int),
         "product": ([product, *3 * [c_void_p], c_long], None),
         "rms_norm": ([*3 * [c_void_p], c_long, c_long, c_float], None),
-        "rms_norm_bfloat16": ([*3 * [c_void_p], c_long, c_long, c_float], None),
-        "swiglu_bfloat16": ([c_void_p, c_void_p, c_long, c_long], None),
-        "turn_bfloat16": ([*4 * [c_void_p], *4 * [c_long]], None),
         "argmax": ([c_void_p, c_void_p, c_long, c_long], None),
         "entropy": ([c_void_p, c_void_p, c_long, c_long], None),
         "feed_forward": ([product, product, *3 * [c_void_p], c_long], c_int),
@@ -97,34 +99,27 @@ def serves(x: Tensor) -> bool:
     return x.dtype is torch.float32 and x.is_cpu and not x.requires_grad and _library() is not None
 
 
-def serves_bfloat16(x: Tensor, width: int) -> bool:
-    """Whether the kernels take this tensor: bfloat16, on a CPU, with rows of a width they take."""
-    matches = x.dtype is torch.bfloat16 and x.is_cpu and not x.requires_grad and _library() is not None
-    return matches and width % (_panel() // 2) == 0
-
-
-def serves_heads(width: int) -> bool:
-    """Whether attention takes heads of this width."""
-    return _library() is not None and width % _panel() == 0
+def packs(weight: Tensor) -> bool:
+    """Whether `Product` takes this weight: stored in float32 or bfloat16, on a CPU, with nothing to differentiate."""
+    stored = weight.dtype in (torch.float32, torch.bfloat16) and weight.is_cpu
+    return stored and not weight.requires_grad and _library() is not None
 
 
 class Product:
     """x [..., k] → x @ weight.T + bias [..., n], for a weight [n, k] of which only a packed copy is kept.
 
-    Packed, [⌈n / panel⌉, k, panel], outputs that are computed together lie side by side; those beyond n are zeros.
+    Packed, [⌈n / panel⌉, k, panel], outputs that are computed together lie side by side; those beyond n are zeros. In
+    bfloat16 every output of a panel's first half lies next to its fellow of the second. x, bias and sums are float32.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.outputs, inputs = weight.shape
-        panel = _panel()
-        self.packed = weight.new_zeros(-(-self.outputs // panel), inputs, panel)
-        whole = self.outputs // panel  # filled in place: a copy of a whole table would be most of the peak in memory
-        self.packed[:whole] = weight[: whole * panel].view(whole, panel, inputs).transpose(1, 2)
-        if self.outputs % panel:
-            self.packed[whole, :, : self.outputs % panel] = weight[whole * panel :].T
-        self.bias = None if bias is None else bias.contiguous()
+        self.outputs, self.inputs = weight.shape
+        self.packed = _packed(weight)
+        self.bias = None if bias is None else bias.float().contiguous()
         self.num_bytes = self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
-        self.structure = _Product(self.packed.data_ptr(), _address(self.bias), inputs, self.outputs)
+        narrow = weight.dtype is torch.bfloat16
+        sizes = (self.inputs, self.outputs, narrow)
+        self.structure = _Product(self.packed.data_ptr(), _address(self.bias), *sizes)
 
     def __call__(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """The product, plus `onto` [..., n] or nothing."""
@@ -135,40 +130,27 @@ class Product:
         return out
 
 
+def _packed(weight: Tensor) -> Tensor:
+    """Filled in place: a copy of a whole table would be most of the peak in memory while a model loads."""
+    outputs, inputs = weight.shape
+    panel = _panel()
+    halves = (2, panel // 2) if weight.dtype is torch.float32 else (panel // 2, 2)
+    order = (0, 3, 1, 2) if weight.dtype is torch.float32 else (0, 3, 2, 1)
+    packed = weight.new_zeros(-(-outputs // panel), inputs, *halves)
+    whole = outputs // panel
+    packed[:whole] = weight[: whole * panel].view(whole, 2, panel // 2, inputs).permute(order)
+    if outputs % panel:
+        last = weight.new_zeros(1, panel, inputs)
+        last[0, : outputs % panel] = weight[whole * panel :]
+        packed[whole:] = last.view(1, 2, panel // 2, inputs).permute(order)
+    return packed
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / RMS(x) · weight, over the last dimension."""
     x = x.contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
     _library().specdec_rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps)
-    return out
-
-
-def rms_norm_bfloat16(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same in bfloat16, computed in float32, with a float32 weight."""
-    x = x.contiguous()
-    out, width = torch.empty_like(x), x.shape[-1]
-    pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-    _library().specdec_rms_norm_bfloat16(*pointers, x.numel() // width, width, eps)
-    return out
-
-
-def swiglu_bfloat16(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up of the two halves of [..., 2 · inner] → [..., inner]."""
-    gate_up = gate_up.contiguous()
-    *rows, double = gate_up.shape
-    out = gate_up.new_empty(*rows, double // 2)
-    _library().specdec_swiglu_bfloat16(gate_up.data_ptr(), out.data_ptr(), math.prod(rows), double // 2)
-    return out
-
-
-def turn_bfloat16(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """x · cos + (x with its halves exchanged) · signed_sin: x [B, S, heads, D], the others [B, S, 1, D]."""
-    batch, tokens, heads, width = x.shape
-    if x.stride(0) != tokens * x.stride(1) or x.stride()[2:] != (width, 1):
-        x = x.contiguous()
-    out, cos, signed_sin = x.new_empty(x.shape), cos.contiguous(), signed_sin.contiguous()
-    pointers = (x.data_ptr(), cos.data_ptr(), signed_sin.data_ptr(), out.data_ptr())
-    _library().specdec_turn_bfloat16(*pointers, batch * tokens, x.stride(1), heads, width)
     return out
 
 
@@ -202,7 +184,8 @@ class ForwardPass:
 
     keys, values: per layer, [slots, K, capacity, D] as `ContiguousCache` has them; row b of the pass is slot `slots[b]`
     and already holds `starts[b]` entries. cos, signed_sin: [B, S, 1, D], as `specdec.models.native.rope.Turn` has them.
-    mask: [B or 1, 1, S or more, L], added to the scores; None: causal.
+    tree: [B, S, N] bool, which of a row's last N entries, the S new ones among them, each token sees beside all before;
+    None: causal.
     """
 
     def __init__(
@@ -213,16 +196,16 @@ class ForwardPass:
         starts: Sequence[int],
         cos: Tensor,
         signed_sin: Tensor,
-        mask: Tensor | None,
+        tree: Tensor | None,
     ) -> None:
+        tree = None if tree is None else tree.contiguous()
         self.keys, self.values = keys, values
-        self._held = cos, signed_sin, mask  # what the structure points to
+        self._held = cos, signed_sin, tree  # what the structure points to
         batch, tokens = cos.shape[:2]
         row = c_long * batch
         self.structure = _ForwardPass(
             *(batch, tokens, row(*slots), row(*starts), *keys[0].stride()[:2]),
-            *(cos.data_ptr(), signed_sin.data_ptr(), _address(mask)),
-            *((0, 0) if mask is None else (mask.stride(0) if len(mask) > 1 else 0, mask.stride(2))),
+            *(cos.data_ptr(), signed_sin.data_ptr(), _address(tree), 0 if tree is None else tree.shape[2]),
         )
 
 
@@ -233,7 +216,7 @@ class SelfAttention:
         self, qkv: Product, output: Product, norms: Tensor | None, eps: float, num_heads: int, num_kv_heads: int
     ) -> None:
         self._held = qkv, output, norms
-        width = output.packed.shape[1] // num_heads
+        width = output.inputs // num_heads
         self.structure = _Attention(
             qkv.structure, output.structure, _address(norms), eps, num_heads, num_kv_heads, width
         )

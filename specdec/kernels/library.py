@@ -27,8 +27,10 @@ from specdec.machine.processor import cpu_model, features
 
 SWITCH = "SPECDEC_KERNELS"
 """Set to 0, nothing is built or used."""
+ARCHITECTURE = "SPECDEC_KERNELS_MARCH"
+"""The compiler's -march, for tests of what other processors get: x86-64, x86-64-v3, ... Unset: this processor's."""
 _SOURCE = Path(__file__).with_name("decode.c")
-_COMPILE = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-c")
+_COMPILE = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-c")
 _MAPS = Path("/proc/self/maps")
 _OPENMP = ("libgomp", "libiomp5")
 _PATIENCE = 120  # seconds
@@ -94,10 +96,15 @@ def _openmp() -> Path:
     raise _NotBuiltError("this torch was built without OpenMP", "")
 
 
+def _options() -> tuple[str, ...]:
+    return (f"-march={os.environ.get(ARCHITECTURE, 'native')}", *_COMPILE)
+
+
 def _digest(compiler: str, openmp: Path) -> str:
     """Of everything that the library depends on."""
-    source = _SOURCE.read_text(encoding="utf-8")
-    parts = (source, *_COMPILE, compiler, str(openmp), platform.machine(), cpu_model(), features())
+    sources = [_SOURCE, *sorted(_SOURCE.parent.glob("*.h"))]
+    texts = [source.read_text(encoding="utf-8") for source in sources]
+    parts = (*texts, *_options(), compiler, str(openmp), platform.machine(), cpu_model(), features())
     return sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -107,7 +114,7 @@ def _compile(command: list[str], openmp: Path, path: Path) -> None:
         if path.is_file():  # made by another process meanwhile
             return
         compiled, linked = Path(folder, "decode.o"), Path(folder, "decode.so")
-        _run([*command, *_COMPILE, str(_SOURCE), "-o", str(compiled)])
+        _run([*command, *_options(), str(_SOURCE), "-o", str(compiled)])
         _run([*command, "-shared", str(compiled), str(openmp), "-lm", "-o", str(linked)])
         linked.replace(path)
 

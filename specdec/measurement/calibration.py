@@ -106,7 +106,7 @@ def _identity(engine: Engine) -> str:
         "format": _FORMAT,
         "model": target.fingerprint or target.name,
         "size": [target.vocab_size, target.num_layers, target.hidden_size, target.num_bytes],
-        "dtype": str(target.dtype),
+        "dtype": [str(target.dtype), str(target.compute_dtype)],
         "hardware": torch.cuda.get_device_name(target.device) if cuda else cpu_model(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -34,6 +34,8 @@ class LanguageModel(ABC):
 
     `max_batch` None means any; `supports_trees` says whether `mask` may be anything but None. `fingerprint`: of the
     checkpoint it was loaded from, None where it is on no disk; a draft trained for it records this.
+    dtype: what its weights are stored in. compute_dtype: of activations, cache, sums and logits; a native model on a
+    CPU computes in float32 whatever narrower its weights are stored in.
     """
 
     name: str
@@ -42,6 +44,7 @@ class LanguageModel(ABC):
     hidden_size: int
     max_positions: int  # the context window, in tokens
     dtype: torch.dtype
+    compute_dtype: torch.dtype
     device: torch.device
     max_batch: int | None = None
     supports_trees: bool = True
@@ -59,7 +62,7 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def tables(self) -> Tables:
-        """The embedding table and the output projection, in the model's dtype, on its device.
+        """The embedding table and the output projection, as they are stored, on the model's device.
 
         Raises `UsageError` where the model has none of this form.
         """

@@ -41,7 +41,7 @@ class HFModel(LanguageModel):
         self.num_layers = config.num_hidden_layers
         self.hidden_size = config.hidden_size
         self.max_positions = getattr(config, "max_position_embeddings", None) or _UNLIMITED
-        self.dtype = model.dtype
+        self.dtype = self.compute_dtype = model.dtype  # transformers' own arithmetic, on every device
         self.device = model.device
         self._model = model.eval()
         self._cache_argument = _cache_argument(parameters, type(model).__name__)

@@ -60,8 +60,9 @@ class Bench:
     verifier: Verifier | None = None
 
     def __post_init__(self) -> None:
-        if self.target.model.dtype not in (torch.float32, torch.float64):
-            raise UsageError(f"{self.target.name} computes in {self.target.model.dtype}; check against dtype=float32")
+        computing = self.target.model.compute_dtype
+        if computing not in (torch.float32, torch.float64):
+            raise UsageError(f"{self.target.name} computes in {computing}; check against dtype=float32")
         self._plain: dict[Request, Trace] = {}
 
     def request(
@@ -120,7 +121,7 @@ class Bench:
     def require_plain_output(self, requests: Sequence[Request], found: Sequence[Trace], setting: str) -> None:
         """Greedy output is plain decoding's, token for token, or parts from it at a numeric tie."""
         plain = self.plain(requests)
-        tolerance = TIE_TOLERANCE[self.target.model.dtype]
+        tolerance = TIE_TOLERANCE[self.target.model.compute_dtype]
         worst = compare_all(requests, plain, found, exact_logits(self.target.in_float64), tolerance)
         require(worst.outcome is not Outcome.FAULT, f"with {setting}, greedy output is not plain decoding's: {worst}")
         for one, other in zip(plain, found, strict=True):

@@ -105,14 +105,12 @@ def test_kernels_that_were_not_built_are_named_with_the_way_out(monkeypatch: pyt
     assert next(doctor.kernels()) == Finding(Level.OK, "kernels", "built by cc 1.0")
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_doctor_says_whether_bfloat16_is_fast_here(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "has_onednn", lambda device, dtype: fast)
+def test_doctor_says_what_bfloat16_means_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "linear", linear.PlainLinear)
     _, float32, bfloat16 = doctor.kernels()
     assert float32.fact == "products by PlainLinear"
     assert bfloat16.level == Level.OK
-    assert ("no fast products" in bfloat16.fact) is not fast
+    assert "weights are stored in it and computed with in float32" in bfloat16.fact
 
 
 def test_products_are_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +119,10 @@ def test_products_are_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("wrong" in found.fact for found in list(doctor.kernels())[1:])
 
     def gone(weight: torch.Tensor) -> linear.Linear:
-        raise AttributeError("no _reorder_linear_weight")
+        raise AttributeError("no such operator")
 
     monkeypatch.setattr(linear, "linear", gone)
-    assert all("_reorder_linear_weight" in found.fact for found in list(doctor.kernels())[1:])
+    assert all("no such operator" in found.fact for found in list(doctor.kernels())[1:])
 
 
 def test_no_gpu_is_fine_unless_there_should_be_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Iterator
 
 import pytest
@@ -13,12 +14,15 @@ from torch import Tensor
 from specdec import kernels
 from specdec.cache.contiguous import ContiguousCache
 from specdec.decoding.engine import ancestor_mask
+from specdec.kernels import cpu, library
+from specdec.machine.processor import features
 from specdec.models.native.attention import eager
 from specdec.models.native.config import TransformerConfig
 from specdec.models.native.transformer import Transformer
 from tests.models.native.test_transformer import random_weights
 
 pytestmark = pytest.mark.skipif(kernels.build().library is None, reason=f"no kernels: {kernels.build().reason}")
+NEEDS = {"native": set[str](), "x86-64": set[str](), "x86-64-v3": {"avx2", "fma"}}
 
 WIDE = TransformerConfig(
     vocab_size=50,
@@ -31,11 +35,35 @@ WIDE = TransformerConfig(
     max_positions=256,
     tied_head=True,
 )
-FEW, MANY = 10, 40  # tokens: through the kernels, and through torch's attention
+STORED = [torch.float32, torch.bfloat16]
+LONGER = TransformerConfig(**{**vars(WIDE), "max_positions": 1024})
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def forget_library() -> None:
+    for made_once in (library.build, cpu._library, cpu._panel):
+        made_once.cache_clear()
+
+
+@pytest.fixture(scope="module", autouse=True, params=NEEDS)
+def architecture(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test with this processor's vectors, and with those of others that it can run as well."""
+    name: str = request.param
+    if name != "native" and (platform.machine() != "x86_64" or not NEEDS[name] <= set(features().split())):
+        pytest.skip(f"this processor does not run {name}")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(library.ARCHITECTURE, name)
+        forget_library()
+        yield name
+    forget_library()
+
+
+def test_the_library_is_the_one_built_for_the_architecture(architecture: str) -> None:
+    assert cpu._panel() == {"x86-64": 8, "x86-64-v3": 16}.get(architecture, cpu._panel())
+    assert f"-march={architecture}" in library._options()
 
 
 @pytest.fixture
@@ -49,10 +77,11 @@ def two_threads() -> Iterator[None]:
 # Products, norms, SwiGLU
 
 
+@pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", [(5, 7), (64, 32), (300, 64), (1030, 129)])
-def test_a_product_of_any_number_of_rows(biased: bool, shape: tuple[int, int]) -> None:
-    weight, bias = draw(*shape), draw(shape[0], seed=1) if biased else None
+def test_a_product_of_any_number_of_rows(stored: torch.dtype, biased: bool, shape: tuple[int, int]) -> None:
+    weight, bias = draw(*shape).to(stored), draw(shape[0], seed=1).to(stored) if biased else None
     product = kernels.Product(weight, bias)
     for num_rows in [*range(1, 40), 64, 100, 257, 481, 1000]:
         x, onto = draw(2, num_rows, 2 * shape[1], seed=2)[..., ::2], draw(2, num_rows, shape[0], seed=3)
@@ -61,9 +90,15 @@ def test_a_product_of_any_number_of_rows(biased: bool, shape: tuple[int, int]) -
         torch.testing.assert_close(product(x, onto).double(), expected + onto, atol=2e-4, rtol=1e-5)
 
 
+def test_widening_bfloat16_rounds_nothing() -> None:
+    weight, x = draw(300, 64).bfloat16(), draw(9, 64, seed=1)
+    assert torch.equal(kernels.Product(weight, None)(x), kernels.Product(weight.float(), None)(x))
+
+
 @pytest.mark.usefixtures("two_threads")
-def test_a_row_has_the_same_bits_in_any_company() -> None:
-    product, x = kernels.Product(draw(300, 129), draw(300, seed=1)), draw(600, 129, seed=2)
+@pytest.mark.parametrize("stored", STORED)
+def test_a_row_has_the_same_bits_in_any_company(stored: torch.dtype) -> None:
+    product, x = kernels.Product(draw(300, 129).to(stored), draw(300, seed=1)), draw(600, 129, seed=2)
     together = product(x)
     for first, last in [(0, 1), (3, 4), (0, 2), (5, 12), (0, 13), (7, 32), (80, 599)]:
         assert torch.equal(product(x[first:last]), together[first:last])
@@ -122,7 +157,7 @@ def tokens_of(*shape: int, seed: int = 1) -> Tensor:
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("width", [6, 32, 40])
 @pytest.mark.parametrize("slots", [[0], [0, 1, 2], [2, 0], [3, 1, 2]])
 def test_the_model_computes_what_the_reference_does(kv_heads: int, width: int, slots: list[int]) -> None:
     """Against scores written out in float64: prompts of several lengths, then chains, a tree and single tokens."""
@@ -134,7 +169,7 @@ def test_the_model_computes_what_the_reference_does(kv_heads: int, width: int, s
         for model, cache in zip((ours, reference), caches, strict=True):
             forward(model, cache, [slot], prompt)
     tree = ancestor_mask(torch.tensor([[-1, -1, 0, 0, 1, 2]] * len(slots)))
-    for tokens, mask in [(tokens_of(len(slots), s), None) for s in (1, 7, 1, 32)] + [(tokens_of(len(slots), 7), tree)]:
+    for tokens, mask in [(tokens_of(len(slots), s), None) for s in (1, 7, 1, 40)] + [(tokens_of(len(slots), 7), tree)]:
         logits, expected = (
             forward(model, cache, slots, tokens, mask) for model, cache in zip((ours, reference), caches, strict=True)
         )
@@ -146,21 +181,55 @@ def test_the_model_computes_what_the_reference_does(kv_heads: int, width: int, s
                 torch.testing.assert_close(written, true, atol=1e-4, rtol=1e-4)
 
 
+@pytest.fixture(scope="module", params=STORED)
+def longer(request: pytest.FixtureRequest, architecture: str) -> Transformer:
+    return make_model(LONGER, dtype=request.param)
+
+
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 150])
-def test_a_token_has_the_same_logits_alone_and_among_those_verified_with_it(length: int) -> None:
-    model, prompt, draft = make_model(), tokens_of(1, length), tokens_of(1, 9, seed=2)
-    cache = model.new_cache(3, 200)
+@pytest.mark.parametrize("length", [1, 31, 33, 150, 250, 256, 600])
+def test_a_token_has_the_same_logits_alone_and_among_those_verified_with_it(longer: Transformer, length: int) -> None:
+    """Also where a draft reaches into the next span of attention."""
+    prompt, draft = tokens_of(1, length), tokens_of(1, 9, seed=2)
+    cache = longer.new_cache(3, 700)
     for slot in range(2):
-        forward(model, cache, [slot], prompt)
-    forward(model, cache, [2], tokens_of(1, 70, seed=5))
-    together = forward(model, cache, [0], draft)
-    one_by_one = [forward(model, cache, [1], token[None]) for token in draft.T]
+        forward(longer, cache, [slot], prompt)
+    forward(longer, cache, [2], tokens_of(1, 70, seed=5))
+    together = forward(longer, cache, [0], draft)
+    one_by_one = [forward(longer, cache, [1], token[None]) for token in draft.T]
     assert torch.equal(together, torch.cat(one_by_one, dim=1))
 
     cache.rollback([0], [length])
-    in_company = forward(model, cache, [2, 0], torch.cat((tokens_of(1, 9, seed=6), draft)))
+    in_company = forward(longer, cache, [2, 0], torch.cat((tokens_of(1, 9, seed=6), draft)))
     assert torch.equal(in_company[1:], together)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("length", [1, 37, 250, 255, 256, 509])
+def test_a_token_has_the_same_logits_alone_and_in_a_tree(longer: Transformer, length: int) -> None:
+    """Every path of a tree against the same tokens one by one; in the tree a path's entries don't lie together."""
+    parents = torch.tensor([[-1, 0, -1, 2, 1, 3, 4, 5, 7]])
+    mask, nodes = ancestor_mask(parents), tokens_of(1, 10, seed=2)
+    cache = longer.new_cache(2, 600)
+    for slot in range(2):
+        forward(longer, cache, [slot], tokens_of(1, length))
+    in_tree = forward(longer, cache, [0], nodes, mask)[0]
+    for leaf in (6, 9):
+        path = mask[0, leaf].nonzero().flatten()
+        cache.rollback([1], [length])
+        alone = torch.cat([forward(longer, cache, [1], nodes[:, node, None]) for node in path], dim=1)[0]
+        assert torch.equal(in_tree[path], alone)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("first", [1, 40, 300])
+def test_a_prompt_gives_the_same_logits_whole_and_in_pieces(longer: Transformer, first: int) -> None:
+    prompt, cache = tokens_of(1, 601), longer.new_cache(2, 601)
+    whole = forward(longer, cache, [0], prompt)
+    pieces = [
+        forward(longer, cache, [1], piece) for piece in (prompt[:, :first], prompt[:, first:600], prompt[:, 600:])
+    ]
+    assert torch.equal(whole, torch.cat(pieces, dim=1))
 
 
 def test_what_a_slot_held_before_is_not_seen() -> None:
@@ -198,20 +267,28 @@ def test_scores_far_apart_neither_overflow_nor_spread() -> None:
     torch.testing.assert_close(logits.double(), expected, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("num_tokens", [FEW, MANY])
-def test_only_what_the_kernels_serve_goes_through_them(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize("head_dim", [6, 32])
+def test_what_computes_in_float32_goes_through_the_kernels(
+    num_tokens: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[int] = []
     monkeypatch.setattr(kernels.Layer, "__call__", lambda self, x, *rest: calls.append(x.shape[1]) or x)
-    for model in (
-        make_model(attention=eager),
-        make_model(dtype=torch.float64),
-        make_model(TransformerConfig(**{**vars(WIDE), "head_dim": 6})),
-    ):
+    config = TransformerConfig(**{**vars(WIDE), "head_dim": head_dim})
+    for model in (make_model(config, attention=eager), make_model(config, dtype=torch.float64)):
         forward(model, model.new_cache(1, 64), [0], tokens_of(1, num_tokens))
     assert calls == []
-    model = make_model()
-    forward(model, model.new_cache(1, 64), [0], tokens_of(1, num_tokens))
-    assert calls == ([FEW] * WIDE.num_layers if num_tokens == FEW else [])
+    for stored in STORED:
+        model = make_model(config, dtype=stored)
+        forward(model, model.new_cache(1, 64), [0], tokens_of(1, num_tokens))
+    assert calls == [num_tokens] * 2 * WIDE.num_layers
+
+
+def test_bfloat16_halves_the_bytes_of_the_weights() -> None:
+    wide, narrow = make_model(), make_model(dtype=torch.bfloat16)
+    assert (narrow.dtype, narrow.compute_dtype) == (torch.bfloat16, torch.float32)
+    norms = wide.norm.num_bytes * (1 + 2 * wide.num_layers)
+    assert narrow.num_bytes - norms == (wide.num_bytes - norms) / 2
 
 
 def test_nothing_that_is_to_be_differentiated_is_served() -> None:
@@ -219,6 +296,10 @@ def test_nothing_that_is_to_be_differentiated_is_served() -> None:
     assert not kernels.serves(torch.ones(2, requires_grad=True))
     assert not kernels.serves(torch.ones(2, dtype=torch.bfloat16))
     assert not kernels.serves(torch.ones(2, device="meta"))
+    assert kernels.packs(torch.ones(2, dtype=torch.bfloat16))
+    assert not kernels.packs(torch.ones(2, requires_grad=True))
+    assert not kernels.packs(torch.ones(2, dtype=torch.float16))
+    assert not kernels.packs(torch.ones(2, device="meta"))
 
 
 # What is read off the logits
@@ -251,51 +332,3 @@ def test_entropy_of_what_is_no_distribution_is_no_number() -> None:
     logits = draw(4, 40)
     logits[1, 33], logits[2, 3], logits[3] = math.nan, math.inf, -math.inf
     assert kernels.entropy_nats(logits).isnan().tolist() == [False, True, True, True]
-
-
-# bfloat16: what lies between the products
-
-
-def bfloat16(*shape: int, seed: int = 0) -> Tensor:
-    return draw(*shape, seed=seed).bfloat16()
-
-
-def test_rms_norm_in_bfloat16_rounds_once() -> None:
-    x, weight = bfloat16(2, 3, 128)[..., ::2] * 5, draw(64, seed=1)
-    expected = F.rms_norm(x.float(), (64,), weight, 1e-5).bfloat16()
-    torch.testing.assert_close(kernels.rms_norm_bfloat16(x, weight, 1e-5), expected, atol=0, rtol=2**-7)
-
-
-@pytest.mark.parametrize("num_rows", [1, 9, 700])
-def test_swiglu_in_bfloat16(num_rows: int) -> None:
-    gate_up = bfloat16(num_rows, 192) * 20
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    expected = (F.silu(gate) * up).bfloat16()
-    torch.testing.assert_close(kernels.swiglu_bfloat16(gate_up), expected, atol=1e-30, rtol=2**-7)
-
-
-def test_turning_in_bfloat16() -> None:
-    whole, cos, sin = bfloat16(2, 3, 7, 64), bfloat16(2, 3, 1, 64, seed=1), bfloat16(2, 3, 1, 64, seed=2)
-    for x in (whole[:, :, :5], whole[:, :2, 1:], whole[:1, :, :5]):
-        batch, tokens = x.shape[:2]
-        waves = [wave[:batch, :tokens] for wave in (cos, sin)]
-        wide = x.float()
-        expected = wide * waves[0].float() + wide.roll(32, dims=-1) * waves[1].float()
-        torch.testing.assert_close(kernels.turn_bfloat16(x, *waves).float(), expected, atol=0.02, rtol=2**-7)
-
-
-def test_bfloat16_is_rounded_to_the_nearest_and_stays_what_it_is_not() -> None:
-    gate_up = torch.full((1, 64), 1.0).bfloat16()
-    gate_up[0, 3], gate_up[0, 4], gate_up[0, 37] = math.nan, -math.inf, math.inf
-    found = kernels.swiglu_bfloat16(gate_up)[0]
-    assert found[3].isnan()
-    assert not found[4].isfinite()
-    assert found[5] == math.inf
-    assert found[0] == torch.tensor(1 / (1 + math.exp(-1))).bfloat16()
-
-
-def test_only_whole_vectors_are_served_in_bfloat16() -> None:
-    assert kernels.serves_bfloat16(bfloat16(64), 64)
-    assert not kernels.serves_bfloat16(bfloat16(63), 63)
-    assert not kernels.serves_bfloat16(draw(64), 64)
-    assert not kernels.serves_bfloat16(bfloat16(64).requires_grad_(), 64)

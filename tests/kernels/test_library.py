@@ -13,7 +13,7 @@ from specdec import kernels
 from specdec.kernels import cpu
 from specdec.kernels import library as module
 from specdec.kernels.library import Build
-from specdec.models.native.linear import OneDnnLinear, PlainLinear, linear
+from specdec.models.native.linear import PlainLinear, linear
 
 fresh = module.build.__wrapped__
 needs_kernels = pytest.mark.skipif(kernels.build().library is None, reason=f"no kernels: {kernels.build().reason}")
@@ -21,7 +21,7 @@ needs_kernels = pytest.mark.skipif(kernels.build().library is None, reason=f"no 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    for name in ("SPECDEC_KERNELS", "CC"):
+    for name in (module.SWITCH, module.ARCHITECTURE, "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     return tmp_path
@@ -56,6 +56,13 @@ def test_another_processor_gets_its_own(changed: str, monkeypatch: pytest.Monkey
     here = fresh().name
     monkeypatch.setattr(module, changed, lambda: "another")
     assert fresh().name != here
+
+
+@needs_kernels
+def test_another_architecture_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = module._digest("cc 1.0", Path("libgomp.so"))
+    monkeypatch.setenv(module.ARCHITECTURE, "x86-64")
+    assert module._digest("cc 1.0", Path("libgomp.so")) != here
 
 
 @needs_kernels
@@ -117,5 +124,5 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, folder
 
 def test_without_kernels_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_library", lambda: None)
-    assert type(linear(torch.ones(2, 2))) in (OneDnnLinear, PlainLinear)
-    assert not kernels.serves_heads(64)
+    assert type(linear(torch.ones(2, 2))) is PlainLinear
+    assert not kernels.serves(torch.ones(2))

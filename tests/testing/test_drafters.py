@@ -388,9 +388,11 @@ def test_other_rules_judge_the_same_drafter(drafters: dict[str, Callable[[], Dra
 
 
 def test_what_cannot_be_checked_is_refused_in_one_sentence() -> None:
+    computing_in_bfloat16 = tiny_target(dtype=torch.bfloat16)
+    computing_in_bfloat16.model.compute_dtype = torch.bfloat16  # as on a GPU
     with pytest.raises(UsageError, match="'check_all' is no check; choose from check_declarations"):
         check_drafter(PromptLookupDrafter, only=["check_all"])
     with pytest.raises(UsageError, match="neither a Drafter nor a function"):
         check_drafter("lookup")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="check against dtype=float32"):
-        check_drafter(PromptLookupDrafter, tiny_target(dtype=torch.bfloat16))
+        check_drafter(PromptLookupDrafter, computing_in_bfloat16)

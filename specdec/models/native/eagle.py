@@ -26,7 +26,7 @@ from specdec.errors import UsageError
 from specdec.models.base import Tables
 from specdec.models.native.attention import Attention, Visibility, sdpa
 from specdec.models.native.config import TransformerConfig
-from specdec.models.native.linear import Linear, linear
+from specdec.models.native.linear import Linear, compute_dtype, linear
 from specdec.models.native.transformer import FeedForward, Norm, SelfAttention, Step, Weights
 from specdec.models.vocabulary.draft_vocabulary import DraftVocabulary
 
@@ -65,10 +65,12 @@ class EagleHead:
         self.vocabulary = vocabulary
         self.num_features = num_features
         self.dtype, self.device = embedding.dtype, embedding.device
+        self.compute_dtype = compute_dtype(self.dtype, self.device)
         self._parts = parts
         self._embedding = embedding  # [V, d]
         self._attention = attention
-        self._unweighted = Norm(embedding.new_ones(config.hidden_size), config.norm_eps)
+        ones = embedding.new_ones(config.hidden_size, dtype=self.compute_dtype)
+        self._unweighted = Norm(ones, config.norm_eps)
         self._positions = config.positions.build(config.hidden_size, config.head_dim, self.device)
 
     @classmethod
@@ -105,7 +107,7 @@ class EagleHead:
     def new_cache(self, num_slots: int, capacity: int) -> ContiguousCache:
         """An empty cache of its one layer; entry t is position t."""
         heads, width = self.config.num_kv_heads, self.config.head_dim
-        return ContiguousCache(1, num_slots, capacity, heads, width, dtype=self.dtype, device=self.device)
+        return ContiguousCache(1, num_slots, capacity, heads, width, dtype=self.compute_dtype, device=self.device)
 
     def fuse(self, hidden: Tensor) -> Tensor:
         """The target's features [..., n, d] → g [..., d]. The norm has no weight: fc has one per input already."""
@@ -127,10 +129,10 @@ class EagleHead:
         sees, the S new ones the last of them; None: causal. Returns the stream a [B, S, d].
         """
         parts = self._parts
-        rotate = self._positions.rotation(positions, self.dtype)
+        rotate = self._positions.rotation(positions, self.compute_dtype)
         starts = cache.starts if since is None else since
         visible = Visibility.of(starts, tokens.shape[1], tree, self.config.groups, like=features)
-        said = parts.embed_norm(F.embedding(tokens, self._embedding))
+        said = parts.embed_norm(F.embedding(tokens, self._embedding).to(self.compute_dtype))
         inputs = torch.cat((said, parts.feature_norm(features)), dim=-1)  # [B, S, 2d]
         step = Step.of(features, rotate, visible, cache, self._attention)
         stream = parts.attention(inputs, step, features)
@@ -147,7 +149,7 @@ def _parts(config: TransformerConfig, weights: Weights, num_features: int, head_
     kv_width = config.num_kv_heads * config.head_dim
 
     def norm(name: str) -> Norm:
-        return Norm(weights.take(f"{name}.weight", d), config.norm_eps)
+        return Norm(weights.vector(f"{name}.weight", d), config.norm_eps)
 
     return _Parts(
         fuse=weights.linear({"fc": d}, num_features * d),

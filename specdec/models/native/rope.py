@@ -14,8 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specdec import kernels
-
 Scaling = Callable[[Tensor], Tensor]
 """Radians per position [D / 2] → the same, stretched for a longer context."""
 Rotation = Callable[[Tensor], Tensor]
@@ -123,8 +121,6 @@ class Turn:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Rotation`."""
-        if kernels.serves_bfloat16(x, x.shape[-1] // 2):
-            return kernels.turn_bfloat16(x, self.cos, self.signed_sin)
         partners = x.roll(x.shape[-1] // 2, dims=-1)
         return torch.addcmul(x * self.cos, partners, self.signed_sin)
 

@@ -21,18 +21,16 @@ from specdec.errors import UsageError
 from specdec.models.base import LanguageModel, Output, Tables
 from specdec.models.native.attention import Attention, Visibility, sdpa
 from specdec.models.native.config import TransformerConfig
-from specdec.models.native.linear import Linear, linear, packs
+from specdec.models.native.linear import Linear, compute_dtype, linear
 from specdec.models.native.rope import Rotation, Turn
 
 __all__ = ["Transformer", "TransformerConfig"]
-
-_FEW_TOKENS = 32  # per sequence; for more, torch's attention is as fast
 
 
 class Transformer(LanguageModel):
     """A decoder of `config.num_layers` layers. Build it with `from_state_dict`.
 
-    Logits come in the model's dtype. Hidden layer l is the residual stream after layer l, the last one included:
+    Logits come in the compute dtype. Hidden layer l is the residual stream after layer l, the last one included:
     before the final norm, unlike the last entry of transformers' `output_hidden_states`.
     """
 
@@ -53,6 +51,7 @@ class Transformer(LanguageModel):
         self.num_layers = len(layers)
         self.max_positions = config.max_positions
         self.dtype, self.device = embedding.dtype, embedding.device
+        self.compute_dtype = compute_dtype(self.dtype, self.device)
         self.embedding = embedding  # [V, d]
         self.layers = tuple(layers)
         self.norm = norm
@@ -83,7 +82,7 @@ class Transformer(LanguageModel):
         d, vocab = config.hidden_size, config.vocab_size
         embedding = shared.embedding if shared else weights.take("model.embed_tokens.weight", vocab, d)
         layers = [_layer(config, weights, index) for index in range(config.num_layers)]
-        norm = Norm(weights.take("model.norm.weight", d), config.norm_eps)
+        norm = Norm(weights.vector("model.norm.weight", d), config.norm_eps)
         if shared is not None:
             head = linear(shared.head)
         else:
@@ -94,7 +93,7 @@ class Transformer(LanguageModel):
     @property
     def num_bytes(self) -> int:
         """Memory of the weights as they are held; a tied head counts twice where it is packed."""
-        one_table = self.config.tied_head and not packs(self.device, self.dtype)
+        one_table = self.config.tied_head and not kernels.packs(self.embedding)
         return self.bytes_per_forward + (0 if one_table else self.embedding.nbytes)
 
     @property
@@ -107,8 +106,8 @@ class Transformer(LanguageModel):
         """See `LanguageModel.tables`. A packed head is read back through its own product with the identity."""
         if self.config.tied_head:
             return Tables(self.embedding, self.embedding)
-        identity = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
-        return Tables(self.embedding, self.head(identity).T.contiguous())
+        identity = torch.eye(self.hidden_size, dtype=self.compute_dtype, device=self.device)
+        return Tables(self.embedding, self.head(identity).T.to(self.dtype).contiguous())
 
     def truncated(self, num_layers: int) -> Transformer:
         """See `LanguageModel.truncated`. Layers, final norm, embedding and head are this model's own objects."""
@@ -136,7 +135,7 @@ class Transformer(LanguageModel):
             capacity,
             config.num_kv_heads,
             config.head_dim,
-            dtype=self.dtype,
+            dtype=self.compute_dtype,
             device=self.device,
         )
 
@@ -153,8 +152,9 @@ class Transformer(LanguageModel):
     ) -> Output:
         """See `LanguageModel.forward`."""
         num_tokens = tokens.shape[1]
-        stream = self._positions.embed(F.embedding(tokens, self.embedding), positions)  # [B, S, d]
-        rotate = self._positions.rotation(positions, self.dtype)
+        embedded = F.embedding(tokens, self.embedding).to(self.compute_dtype)
+        stream = self._positions.embed(embedded, positions)  # [B, S, d]
+        rotate = self._positions.rotation(positions, self.compute_dtype)
         visible = Visibility.of(cache.starts, num_tokens, mask, self.config.groups, like=stream)
 
         step = Step.of(stream, rotate, visible, cache, self.attention)
@@ -185,41 +185,36 @@ class Step:
     def of(cls, stream: Tensor, rotate: Rotation, visible: Visibility, cache: CacheView, attention: Attention) -> Step:
         """For the new tokens of a stream [B, S, d]."""
         in_place = None
-        if stream.shape[1] <= _FEW_TOKENS and attention is sdpa and isinstance(rotate, Turn) and kernels.serves(stream):
+        if attention is sdpa and isinstance(rotate, Turn) and kernels.serves(stream):
             place = cache.in_place(stream.shape[1])
-            if place is not None and kernels.serves_heads(rotate.cos.shape[-1]):
-                mask = None if visible.tree is None else visible.mask
-                in_place = kernels.ForwardPass(*place, rotate.cos, rotate.signed_sin, mask)
+            if place is not None:
+                in_place = kernels.ForwardPass(*place, rotate.cos, rotate.signed_sin, visible.tree)
         return cls(rotate, visible, cache, attention, in_place)
 
 
 class Norm:
-    """x / RMS(x) · weight (Zhang & Sennrich 2019), the root mean square of the last dimension in float32 at least.
+    """x / RMS(x) · weight (Zhang & Sennrich 2019), over the last dimension.
 
-    weight: [d], or [heads, D] where every head has its own. On CPU torch has no fused kernel and takes eight small
-    operations, which between two products of a few hundred microseconds can be felt; |x| and a hypotenuse take four:
-    x / RMS = √d x / √(|x|² + d ε).
+    weight: [d], or [heads, D] where every head has its own; in the compute dtype. On CPU torch has no fused kernel and
+    takes eight small operations, which between two products of a few hundred microseconds can be felt; |x| and a
+    hypotenuse take four: x / RMS = √d x / √(|x|² + d ε).
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        width, self._precision = weight.shape[-1], torch.promote_types(weight.dtype, torch.float32)
+        width = weight.shape[-1]
         self.weight, self.eps = weight, eps
-        self._wide = weight.to(self._precision)
-        self._scaled = self._wide * math.sqrt(width)
-        self._floor = torch.tensor(math.sqrt(width * eps), dtype=self._precision, device=weight.device)
+        self._scaled = weight * math.sqrt(width)
+        self._floor = torch.tensor(math.sqrt(width * eps), dtype=weight.dtype, device=weight.device)
         self.num_bytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """The shape of `x` stays."""
         if self.weight.dim() == 1 and kernels.serves(x):
             return kernels.rms_norm(x, self.weight, self.eps)
-        if self.weight.dim() == 1 and kernels.serves_bfloat16(x, x.shape[-1]):
-            return kernels.rms_norm_bfloat16(x, self._wide, self.eps)
         if x.device.type != "cpu":
             return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=self._precision)
-        normed: Tensor = (x / length.hypot_(self._floor)).mul_(self._scaled).to(x.dtype)
-        return normed
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return (x / length.hypot_(self._floor)).mul_(self._scaled)
 
 
 class SelfAttention:
@@ -267,10 +262,7 @@ class FeedForward:
         """[B, S, d] → what it adds up to with the stream [B, S, d]."""
         if isinstance(self.gate_up, kernels.Product) and isinstance(self.down, kernels.Product):
             return kernels.feed_forward(self.gate_up, self.down, x, stream)
-        gate_up = self.gate_up(x)
-        if kernels.serves_bfloat16(gate_up, gate_up.shape[-1] // 2):
-            return self.down(kernels.swiglu_bfloat16(gate_up), stream)
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up, stream)
 
     @property
@@ -324,16 +316,16 @@ def _layer(config: TransformerConfig, weights: Weights, index: int) -> Layer:
         weights.linear({mlp + "down_proj": d}, inner, bias=config.mlp_bias),
     )
     return Layer(
-        Norm(weights.take(name + "input_layernorm.weight", d), eps),
+        Norm(weights.vector(name + "input_layernorm.weight", d), eps),
         attention,
-        Norm(weights.take(name + "post_attention_layernorm.weight", d), eps),
+        Norm(weights.vector(name + "post_attention_layernorm.weight", d), eps),
         feed_forward,
     )
 
 
 def _qk_norm(config: TransformerConfig, weights: Weights, prefix: str) -> Norm:
     """One norm for query and key heads together: [H + K, D]."""
-    queries, keys = (weights.take(f"{prefix}{name}_norm.weight", config.head_dim) for name in "qk")
+    queries, keys = (weights.vector(f"{prefix}{name}_norm.weight", config.head_dim) for name in "qk")
     per_head = torch.cat((queries.expand(config.num_heads, -1), keys.expand(config.num_kv_heads, -1)))
     return Norm(per_head, config.norm_eps)
 
@@ -345,7 +337,7 @@ class Weights:
         self._state_dict, self._device, self._dtype = state_dict, device, dtype
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The named weight, on its device and in its dtype."""
+        """The named weight, on its device, as it is stored."""
         if name not in self._state_dict:
             raise UsageError(f"the weights lack {name}; check that the checkpoint fits its configuration")
         weight = self._state_dict.pop(name)
@@ -355,6 +347,10 @@ class Weights:
                 "check that the checkpoint fits its configuration"
             )
         return weight.to(self._device, self._dtype)
+
+    def vector(self, name: str, *shape: int) -> Tensor:
+        """A norm's weight: rounded as it is stored, held as it is computed with, for it is small."""
+        return self.take(name, *shape).to(compute_dtype(self._dtype, self._device))
 
     def linear(self, outputs: Mapping[str, int], inputs: int, bias: bool = False) -> Linear:
         """One product for the named projections, stacked: name → width of its output."""
