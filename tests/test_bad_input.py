@@ -64,7 +64,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

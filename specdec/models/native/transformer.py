@@ -214,7 +214,8 @@ class Norm:
         if x.device.type != "cpu":
             return F.rms_norm(x, x.shape[-1:], None, self.eps) * self.weight
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x / length.hypot_(self._floor)).mul_(self._scaled)
+        normed: Tensor = (x / length.hypot_(self._floor)).mul_(self._scaled)
+        return normed
 
 
 class SelfAttention:
