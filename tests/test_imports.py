@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import specdec
+
 ROOT = Path(__file__).parent.parent
 LAYERS = [
     {"errors", "version", "machine"},
@@ -91,3 +93,7 @@ def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
 
 def test_the_ground_floor_is_types_errors_and_version_alone() -> None:
     assert {path.stem for path in (ROOT / "specdec").glob("*.py")} == GROUND_FLOOR
+
+
+def test_every_name_the_package_offers_is_there() -> None:
+    assert {name for name in specdec.__all__ if getattr(specdec, name, None) is None} == set()
