@@ -353,7 +353,3 @@ def test_a_sweep_says_what_failed_and_finishes_the_rest(command: Command, files:
     assert f"error: {files}/malformed.jsonl, line 3 is not JSON" in shown
     assert "Traceback" not in shown
     assert len(results.load_runs(files / "results" / "adhoc")) == 1
-
-
-def options_first(*arguments: str) -> list[str]:
-    return sorted(arguments, key=lambda argument: not argument.startswith("-"))

@@ -15,8 +15,9 @@ import pytest
 from experiments import sweep
 from specdec.machine import interrupts
 from specdec.machine.interrupts import INTERRUPTED
+from tests.commands import HERE, ROOT
 from tests.signals import signalling, terminal
-from tests.test_run_smoke import ROOT, settings
+from tests.test_run_smoke import settings
 
 __all__ = ["settings", "terminal"]  # fixtures
 
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("terminal")
 
 SENTENCE = "interrupted: finished runs are kept, and the same command goes on with the rest"
 SWEEP = ["sampling.temperature=0,1", "~arms.oracle"]
-QUIET = [f"--config-path={ROOT}/conf", "hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null"]
 
 COMPOSE = "hydra._internal.config_loader_impl:ConfigLoaderImpl"
 OMEGACONF = "omegaconf.base:Node._invalidate_flags_cache"  # where KeyboardInterrupt becomes an AttributeError
@@ -66,7 +66,7 @@ def folders(runs: Path) -> set[str]:
 
 def command(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     """`python -m experiments.sweep -m ...`, in this process."""
-    monkeypatch.setattr(sys, "argv", ["experiments.sweep", "-m", *QUIET, *overrides, *SWEEP])
+    monkeypatch.setattr(sys, "argv", ["experiments.sweep", "-m", *HERE, *overrides, *SWEEP])
     return sweep.command()
 
 

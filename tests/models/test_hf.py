@@ -74,7 +74,7 @@ def test_any_appends_and_rollbacks_leave_no_trace(
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(steps=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=8))
 def test_state_is_put_back_and_goes_on_with_what_was_kept(
     adapter: Callable[[str], HFModel], kind: str, steps: list[tuple[int, int]]

@@ -46,7 +46,7 @@ def _rows(draw: st.DrawFn) -> Row:
     return draw(st.lists(token, min_size=size, max_size=size)), parents, [draw(token) for _ in range(size + 1)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(_rows(), min_size=1, max_size=4))
 def test_equals_the_walk_in_plain_words(rows: list[Row]) -> None:
     draft, target = _batch(rows)
