@@ -103,7 +103,8 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Callable[[],
 
 def target_for(name: str) -> LoadedModel:
     """One layer where nothing asks for more."""
-    return tiny_target(device="meta") if name == "early_exit" or "eagle" in name or name == "cascade" else small()
+    whole = name in ("distilled", "early_exit", "cascade") or "eagle" in name
+    return tiny_target(device="meta") if whole else small()
 
 
 @pytest.mark.parametrize("name", [*CHAINS, *TREES])

@@ -152,7 +152,7 @@ class Watched(Verifier):
         before = copy.deepcopy((draft, target_probs))
         verdict = self.rule.verify(draft, target_probs, uniforms)
         for was, is_ in zip((*vars(before[0]).values(), before[1]), (*vars(draft).values(), target_probs), strict=True):
-            assert was is is_ is None or torch.equal(was, is_)
+            assert torch.equal(was, is_) if isinstance(was, Tensor) else was == is_
         assert (verdict.num_accepted <= verdict.num_examined).all()
         assert (verdict.num_examined <= draft.lengths).all()
         assert (target_probs.sum(-1) - 1).abs().max() < 1e-5
