@@ -122,6 +122,6 @@ def test_a_rule_that_reads_is_caught() -> None:
 
 def test_a_controller_that_reads_is_caught() -> None:
     controller: Controller = ReadsEveryAnswer(max_draft_tokens=3)
-    with pytest.raises(ConformanceError, match=r"drafting in step 1 .* waits for the device 3 times, not 1"):
+    with pytest.raises(ConformanceError, match=r"drafting in step 1 waits for the device 3 times, not 1"):
         check_device(small_draft, controller=controller)
     check_device(small_draft, controller=ConfidenceController(max_draft_tokens=3))
