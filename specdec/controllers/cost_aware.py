@@ -35,10 +35,11 @@ class CostAwareController(Controller):
     """Maximises (Σ expected emitted tokens) ÷ (expected step seconds) over lengths 0 … `max_draft_tokens`.
 
     One length for the whole batch: a forward is as wide as its longest row, so that a row gains nothing by asking for
-    less. forgetting: what one trial leaves of the weight of all earlier ones at its position. prior_weight: trials that
-    the workload's prior counts for in each request. probing: share of decoding time that may be spent on steps
-    that are expected to lose, to notice when a request becomes predictable, or drafting expensive. prior: what requests
-    share; None: an own one. costs: where they are known; None: measured (`bind`), else guessed, and corrected.
+    less. forgetting: what one step leaves of the weight of all earlier trials. prior_weight: trials that the workload's
+    prior counts for in each request: with few, a handful of trials decides, and seldom for the best length. probing:
+    share of decoding time that may be spent on steps that are expected to lose, to notice when a request becomes
+    predictable, or drafting expensive. prior: what requests share; None: an own one. costs: where they are known;
+    None: measured (`bind`), else guessed. Both are corrected by what steps take.
     """
 
     request_local = False
@@ -47,7 +48,7 @@ class CostAwareController(Controller):
         self,
         max_draft_tokens: int = 16,
         forgetting: float = 0.95,
-        prior_weight: float = 3.0,
+        prior_weight: float = 10.0,
         probing: float = 0.005,
         prior: WorkloadPrior | None = None,
         costs: StepCosts | None = None,
@@ -94,14 +95,25 @@ class CostAwareController(Controller):
         state.chances.record(step.num_accepted, step.num_drafted, state.allowed, self.forgetting)
         self.prior.record(step.num_accepted, step.num_drafted, state.allowed)
         if step.batch_size == 1 and step.num_drafted <= state.allowed:  # a row knows no batch's width, no tree's depth
-            self.prior.times.record(step.num_drafted, step.seconds / self._table(1)[step.num_drafted])
+            self._learn_times(step)
         return state
+
+    def _learn_times(self, step: StepRecord) -> None:
+        """Drafting is compared with the rest of the same step, the rest with other steps."""
+        length, times, table = step.num_drafted, self.prior.times, self._table(1)
+        ratio = max((step.seconds - step.draft_seconds) / table[length], 1e-9)
+        if length > 0:
+            drafting = step.draft_seconds / times.pace(length, ratio)
+            times.record_drafting(length, (drafting - self._costs.drafting(length)) / table[0])
+        times.record(length, ratio)
 
     def _outlook(self, states: Sequence[CostAwareState], rooms: Sequence[int]) -> tuple[list[float], list[float]]:
         """Expected tokens of the batch and seconds of the step, by length allowed: 0 to the most there is room for."""
         most = min(max(rooms), self.max_draft_tokens)
         factors = self.prior.times.factors(most)
-        times = [seconds * factor for seconds, factor in zip(self._table(len(states)), factors, strict=False)]
+        drafting = self._drafting(most)
+        verifying = zip(self._table(len(states)), factors, strict=False)
+        times = [seconds * factor + draft for (seconds, factor), draft in zip(verifying, drafting, strict=False)]
         emitted, seconds = [float(len(states))], [times[0]]
         alive, offered = [1.0] * len(states), [1.0] * len(states)
         means = [state.chances.means(state.prior, self.prior_weight) for state in states]
@@ -134,9 +146,14 @@ class CostAwareController(Controller):
             state.credit_seconds += self.probing * seconds[0] - (loss if explores else 0.0)
         return other if explores else best
 
+    def _drafting(self, most: int) -> list[float]:
+        """Predicted seconds of drafting 0 … `most` tokens, corrected."""
+        token = self.prior.times.draft_token * self._table(1)[0]
+        return [max(self._costs.drafting(length) + length * token, 0.0) for length in range(most + 1)]
+
     def _table(self, batch_size: int) -> list[float]:
-        """Predicted seconds by draft length, [max_draft_tokens + 1], before corrections."""
+        """Predicted seconds by draft length without drafting, [max_draft_tokens + 1], before corrections."""
         if batch_size not in self._tables:
             lengths = range(self.max_draft_tokens + 1)
-            self._tables[batch_size] = [self._costs.seconds(n, batch_size=batch_size) for n in lengths]
+            self._tables[batch_size] = [self._costs.verifying(batch_size * (n + 1)) for n in lengths]
         return self._tables[batch_size]

@@ -12,10 +12,16 @@ Rows = tuple[list[float], list[float]]
 
 _FIRST_GUESS = (0.5, 1.0)  # chances that a token is accepted, and drafted at all, where nothing was ever seen
 _GUESS_WEIGHT = 2.0  # trials that a guess counts for
+_MOST_SURPRISE = 0.3  # of a step's time: more is an interruption, and says nothing
+_CALIBRATION_WEIGHT = 4.0  # drafts that the calibration's draft cost counts for
+_MEMORY = 100.0  # steps that a mean of step times looks back on
 
 
 class Chances:
-    """Trials and successes by position, older ones forgotten as newer ones come: two rows of `size`.
+    """Trials and successes by position, forgotten as steps pass: two rows of `size`.
+
+    What is known of a position that is not tried any more fades too, so that a few unlucky trials do not keep a request
+    from that length for good: its estimate returns to the prior, and the length is tried again.
 
     Row 0, accepted: a token at position k was, given that all before it were; a draft that ended sooner than it was
     allowed to fails, too. Row 1, drafted: the drafter had a token at position k, given one at k − 1.
@@ -33,9 +39,10 @@ class Chances:
     def record(self, num_accepted: int, num_drafted: int, limit: int, forgetting: float) -> None:
         """One step that was allowed `limit` tokens: successes up to a count, then a failure where there was room."""
         for trials, successes, count in zip(self.trials, self.successes, (num_accepted, num_drafted), strict=True):
-            for k in range(min(count + 1, limit)):  # a tree has more nodes than its depth
-                trials[k] = trials[k] * forgetting + 1
-                successes[k] = successes[k] * forgetting + (k < count)
+            reached = min(count + 1, limit)  # a tree has more nodes than its depth
+            for k in range(len(trials)):
+                trials[k] = trials[k] * forgetting + (k < reached)
+                successes[k] = successes[k] * forgetting + (k < min(count, reached))
 
     def means(self, prior: Rows, weight: float) -> Rows:
         """Posterior means: beta-binomial, prior means counting as `weight` trials."""
@@ -47,36 +54,50 @@ class Chances:
 
 
 class StepTimes:
-    """How far step times are from what was predicted: a factor per draft length, relative to plain decoding's.
+    """How far step times are from what was predicted, relative to plain decoding's.
 
-    Steps of the same length in a row tell how fast the machine is now; only a change of length tells about lengths,
-    so that a slow minute is not blamed on one. Single steps are clipped at about ± 30 %: interruptions say nothing.
+    Verifying, and all else but drafting: a factor per draft length. Steps of the same length in a row tell how fast the
+    machine is now; only a change of length tells about lengths, so that a slow minute is not blamed on one.
+    Drafting: plain steps per draft token. Every draft tells, for the rest of the same step tells how fast the machine
+    was. `draft_token`: what a draft token costs beyond what was predicted. Single steps are clipped at ± 30 %.
     """
 
     def __init__(self) -> None:
+        self.draft_token = 0.0
+        self._drafts = 0
         self._level = math.nan
         self._last = 0
         self._deviations: dict[int, tuple[float, int]] = {}  # length → (log factor, changes seen)
 
     def record(self, length: int, ratio: float) -> None:
-        """ratio: measured ÷ predicted seconds of a step that drafted `length` tokens."""
-        found = math.log(max(ratio, 1e-9)) - self._deviations.get(length, (0.0, 0))[0]
+        """ratio: measured ÷ predicted seconds, without drafting, of a step that drafted `length` tokens; above 0."""
+        found = math.log(self.pace(length, ratio))
         if math.isnan(self._level):
             self._level = found
-        surprise = min(max(found - self._level, -0.3), 0.3)
+        surprise = _clipped(found - self._level)
         self._level += 0.1 * surprise
         if length != self._last:
             self._blame(length, surprise)
             self._blame(self._last, -surprise)
         self._last = length
 
+    def pace(self, length: int, ratio: float) -> float:
+        """How slow the machine was in such a step: its ratio, without what the length itself is known to differ by."""
+        return ratio * math.exp(-self._deviations.get(length, (0.0, 0))[0])
+
+    def record_drafting(self, length: int, excess: float) -> None:
+        """excess: plain steps that drafting `length` tokens took beyond what was predicted before corrections."""
+        surprise = _clipped(excess - length * self.draft_token) / length
+        self.draft_token += surprise / min(self._drafts + _CALIBRATION_WEIGHT, _MEMORY)
+        self._drafts += 1
+
     def _blame(self, length: int, surprise: float) -> None:
         if length > 0:
             deviation, seen = self._deviations.get(length, (0.0, 0))
-            self._deviations[length] = (deviation + surprise / min(seen + 8, 100), seen + 1)
+            self._deviations[length] = (deviation + surprise / min(seen + 8, _MEMORY), seen + 1)
 
     def factors(self, max_length: int) -> list[float]:
-        """What predictions are to be multiplied by next to plain decoding's, [max_length + 1].
+        """What predictions, without drafting, are to be multiplied by next to plain decoding's, [max_length + 1].
 
         Lengths that were never tried share what their neighbours have shown.
         """
@@ -126,9 +147,16 @@ class WorkloadPrior:
         return _smoothed(tried, accepted, guess)[:size], _smoothed(tried_drafting, drafted, guess_drafting)[:size]
 
     def record(self, num_accepted: int, num_drafted: int, limit: int) -> None:
-        """One decode step that was allowed `limit` draft tokens."""
-        if not self.frozen:
+        """One decode step that was allowed `limit` draft tokens; one that was allowed none leaves everything as it was.
+
+        Where plain decoding is best, a prior that faded would make every request try drafting anew.
+        """
+        if limit > 0 and not self.frozen:
             self._chances.record(num_accepted, num_drafted, limit, 1 - 1 / self.memory)
+
+
+def _clipped(surprise: float) -> float:
+    return min(max(surprise, -_MOST_SURPRISE), _MOST_SURPRISE)
 
 
 def _smoothed(trials: list[float], successes: list[float], guess: float) -> list[float]:

@@ -34,8 +34,11 @@ class StepCosts:
     def seconds(self, gamma: int, draft_steps: int | None = None, batch_size: int = 1) -> float:
         """A step that verifies gamma draft tokens per row, made in draft_steps steps of the drafter (None: gamma)."""
         steps = gamma if draft_steps is None else draft_steps
-        drafting = self.draft_fixed_seconds + steps * self.draft_each_seconds if steps else 0.0
-        return self.verifying(batch_size * (gamma + 1)) + drafting
+        return self.verifying(batch_size * (gamma + 1)) + self.drafting(steps)
+
+    def drafting(self, steps: int) -> float:
+        """What a draft made in so many steps of the drafter costs, asking included; nothing where it is not asked."""
+        return self.draft_fixed_seconds + steps * self.draft_each_seconds if steps else 0.0
 
     def verifying(self, num_tokens: int) -> float:
         """A step without its draft, by tokens in the forward: linear between the measured, and beyond them."""

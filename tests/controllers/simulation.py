@@ -1,4 +1,8 @@
-"""Decoding on a machine of known costs with a drafter of known acceptance: no model, no clock."""
+"""Decoding on a machine of known costs with a drafter of known acceptance: no model, no clock.
+
+Whether a draft token at a position is right depends on seed, request and position alone, as it does where text is
+greedy or coupled: policies are compared on the same text.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +54,10 @@ def decode(
     seed: int = 0,
 ) -> Outcome:
     """Requests one after the other, the first one short and uncounted, as a warm-up is."""
-    rng, machine = np.random.default_rng(seed), costs(drafting.c)
     seconds, emitted, tpot, lengths = 0.0, 0, [], []
     for request in range(num_requests + 1):
         total = num_tokens if request else 16
-        took, chosen = _request(controller, drafting, machine, request, total, noise, rng)
+        took, chosen = _request(controller, drafting, request, total, noise, seed)
         if request:
             seconds, emitted = seconds + took, emitted + total - 1
             tpot.append(took / (total - 1))
@@ -63,29 +66,27 @@ def decode(
 
 
 def _request(
-    controller: Controller,
-    drafting: Drafting,
-    machine: StepCosts,
-    request: int,
-    total: int,
-    noise: float,
-    rng: np.random.Generator,
+    controller: Controller, drafting: Drafting, request: int, total: int, noise: float, seed: int
 ) -> tuple[float, Sequence[int]]:
-    state, emitted, number, seconds, lengths = controller.init(), 1, 0, 0.0, []
+    text, interruptions = np.random.default_rng((seed, request, 0)), np.random.default_rng((seed, request, 1))
+    right = [draw < drafting.alpha(request, position) for position, draw in enumerate(text.random(total))]
+    answers = text.random(total) < drafting.offered
+    machine, state, emitted, number, seconds, lengths = costs(drafting.c), controller.init(), 1, 0, 0.0, []
     while emitted < total:
         left = total - emitted
         wanted = min(controller.decide([state], Observation((40 + emitted,), (left,), 1))[0], left - 1)
-        drafted = wanted if rng.random() < drafting.offered else 0
+        drafted = wanted if answers[emitted] else 0
         accepted = 0
-        while accepted < drafted and rng.random() < drafting.alpha(request, emitted):
+        while accepted < drafted and right[emitted + accepted]:
             accepted += 1
-        took = machine.seconds(drafted) * (1 + noise * abs(rng.standard_normal()))
+        slower = 1 + noise * abs(interruptions.standard_normal(2))
+        draft_seconds, rest = slower * (machine.drafting(drafted), machine.verifying(drafted + 1))
         number += 1
         step = StepRecord(
             f"{request}", number, 1, 40 + emitted, drafted, min(accepted + 1, drafted), accepted, accepted + 1, False,
-            0.0, took, 0.0, 0.0, 0.0, seconds + took,
+            draft_seconds, rest, 0.0, 0.0, 0.0, seconds + draft_seconds + rest,
         )  # fmt: skip
         state = controller.update(state, step)
-        seconds, emitted = seconds + took, emitted + accepted + 1
+        seconds, emitted = step.end_seconds, emitted + accepted + 1
         lengths.append(wanted)
     return seconds, lengths

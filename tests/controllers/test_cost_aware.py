@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 import pytest
 
@@ -13,6 +11,7 @@ from specdec.controllers.fixed import FixedController
 from specdec.controllers.learning import Chances, StepTimes, WorkloadPrior
 from specdec.costmodel import StepCosts
 from specdec.errors import UsageError
+from specdec.types import StepRecord
 from tests.controllers.simulation import Drafting, costs, decode
 
 LOSING = {
@@ -48,7 +47,7 @@ def test_where_drafting_wins_it_is_close_to_the_best_fixed_length(name: str, see
     fixed = {gamma: decode(FixedController(gamma), WINNING[name], seed=seed) for gamma in (0, 1, 2, 3, 4, 6, 8, 12, 16)}
     best = max(outcome.tokens_per_second for outcome in fixed.values())
     assert best > 1.2 * fixed[0].tokens_per_second
-    assert decode(cost_aware(WINNING[name]), WINNING[name], seed=seed).tokens_per_second >= 0.95 * best
+    assert decode(cost_aware(WINNING[name]), WINNING[name], seed=seed).tokens_per_second >= 0.98 * best
 
 
 def test_it_beats_every_fixed_length_where_requests_change() -> None:
@@ -74,14 +73,28 @@ def test_without_measured_costs_it_finds_them_out() -> None:
     assert decode(CostAwareController(), drafting).tokens_per_second >= 0.97 * plain
 
 
-def test_costs_that_turn_out_wrong_are_corrected() -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_costs_that_turn_out_wrong_are_corrected(seed: int) -> None:
     drafting = Drafting(lambda *_: 0.3, c=0.25)  # drafting loses by 4 % at best, and seems to gain 10 %
-    ratios = [
-        decode(CostAwareController(costs=costs(0.02)), drafting, num_requests=60, seed=seed).tokens_per_second
-        / decode(FixedController(0), drafting, seed=seed).tokens_per_second
-        for seed in range(3)
-    ]
-    assert np.mean(ratios) >= 0.97
+    plain = decode(FixedController(0), drafting, seed=seed).tokens_per_second
+    blind = decode(CostAwareController(costs=costs(0.02)), drafting, num_requests=60, seed=seed)
+    assert blind.tokens_per_second >= 0.985 * plain
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_draft_that_is_cheaper_than_measured_is_used_as_much_as_pays(seed: int) -> None:
+    drafting = WINNING["a trained draft"]
+    best = max(decode(FixedController(gamma), drafting, seed=seed).tokens_per_second for gamma in (1, 2, 3, 4, 5))
+    shy = decode(CostAwareController(costs=costs(0.3)), drafting, seed=seed)
+    assert shy.tokens_per_second >= 0.96 * best
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_few_unlucky_trials_do_not_keep_a_request_from_the_length_that_pays(seed: int) -> None:
+    shallow = Drafting(lambda *_: 0.5, c=0.115)  # two tokens gain 4 % on one, so that chance tells little of it
+    fixed = {gamma: decode(FixedController(gamma), shallow, noise=0.0, seed=seed) for gamma in (1, 2, 3)}
+    found = decode(cost_aware(shallow), shallow, noise=0.0, seed=seed)
+    assert found.tokens_per_second >= 0.98 * max(outcome.tokens_per_second for outcome in fixed.values())
 
 
 def test_a_batch_is_given_one_length_and_no_row_more_than_it_can_emit() -> None:
@@ -138,11 +151,10 @@ def test_chances_forget_and_know_where_a_step_ended() -> None:
     np.testing.assert_array_equal(chances.trials, [[1, 1, 1, 0], [1, 1, 1, 1]])
     np.testing.assert_array_equal(chances.successes, [[1, 1, 0, 0], [1, 1, 1, 1]])
     chances.record(num_accepted=0, num_drafted=0, limit=2, forgetting=0.5)
-    np.testing.assert_array_equal(chances.trials, [[1.5, 1, 1, 0], [1.5, 1, 1, 1]])
-    np.testing.assert_array_equal(chances.successes, [[0.5, 1, 0, 0], [0.5, 1, 1, 1]])
-    before = copy.deepcopy(chances.trials)
-    chances.record(num_accepted=0, num_drafted=0, limit=0, forgetting=0.5)  # plain decoding says nothing
-    np.testing.assert_array_equal(chances.trials, before)
+    np.testing.assert_array_equal(chances.trials, [[1.5, 0.5, 0.5, 0], [1.5, 0.5, 0.5, 0.5]])
+    np.testing.assert_array_equal(chances.successes, [[0.5, 0.5, 0, 0], [0.5, 0.5, 0.5, 0.5]])
+    chances.record(num_accepted=0, num_drafted=0, limit=0, forgetting=0.5)  # plain decoding says nothing new
+    np.testing.assert_array_equal(chances.trials, [[0.75, 0.25, 0.25, 0], [0.75, 0.25, 0.25, 0.25]])
 
 
 def test_step_times_tell_a_slow_machine_from_a_slow_length() -> None:
@@ -156,6 +168,27 @@ def test_step_times_tell_a_slow_machine_from_a_slow_length() -> None:
     assert factors[4] == pytest.approx(1.2, rel=0.03)
     assert factors[2] == pytest.approx(factors[4] ** 0.5)
     assert factors[8] == factors[4] > factors[2] > factors[0]
+
+
+@pytest.mark.parametrize("pace", [1.0, 3.0])
+def test_drafting_is_weighed_against_the_rest_of_its_own_step(pace: float) -> None:
+    believed, real = costs(0.3), costs(0.1)
+    controller = CostAwareController(costs=believed)
+    state = controller.init()
+    for number in range(1, 61):
+        state.allowed = 2
+        seconds = [pace * part for part in (real.drafting(2), real.verifying(3))]
+        step = StepRecord("r", number, 1, 40, 2, 1, 0, 1, False, *seconds, 0.0, 0.0, 0.0, 0.0)
+        state = controller.update(state, step)
+    assert controller.prior.times.draft_token == pytest.approx(-0.2, rel=0.1), "a slow machine is no dear draft"
+
+
+def test_an_interruption_says_little_about_drafting() -> None:
+    times = StepTimes()
+    times.record_drafting(2, 0.2)
+    known = times.draft_token
+    times.record_drafting(2, 100.0)
+    assert 0 < known < times.draft_token < known + 0.05
 
 
 @pytest.mark.parametrize(
