@@ -17,9 +17,9 @@ from specdec.machine import interrupts
 from specdec.machine.interrupts import INTERRUPTED
 from tests.commands import HERE, ROOT
 from tests.signals import signalling, terminal
-from tests.test_run_smoke import settings
+from tests.test_run_smoke import settings, undrawn
 
-__all__ = ["settings", "terminal"]  # fixtures
+__all__ = ["settings", "terminal", "undrawn"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("terminal")
 
@@ -89,6 +89,7 @@ def test_at_any_moment_it_ends_with_one_sentence_and_loses_nothing(
     assert folders(runs) == set(finished(runs)), "something is half-written"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_it_goes_on_where_it_stopped(settings: list[str], runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         step = resolve_name(STEP)
@@ -133,6 +134,7 @@ builtins.__import__ = signalling(builtins.__import__, lambda: "hydra" in sys.mod
     assert not finished(runs)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_second_one_stops_at_once(
     settings: list[str], runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +181,7 @@ ConfigStore.instance().store("process", {"_target_": f"{__name__}.ProcessLaunche
 """
 
 
+@pytest.mark.slow
 def test_in_a_worker(settings: list[str], runs: Path, tmp_path: Path) -> None:
     plugins = tmp_path / "plugins"
     (plugins / "hydra_plugins").mkdir(parents=True)
