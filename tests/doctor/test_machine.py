@@ -114,7 +114,7 @@ def test_doctor_says_what_bfloat16_means_here(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_products_are_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "linear", lambda weight: lambda x: x @ weight.T + 1)
+    monkeypatch.setattr(linear, "linear", lambda weight: lambda x: x @ weight.T.to(x.dtype) + 1)
     assert [found.level for found in doctor.kernels()][1:] == [Level.FAIL, Level.FAIL]
     assert all("wrong" in found.fact for found in list(doctor.kernels())[1:])
 
