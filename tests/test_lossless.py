@@ -7,7 +7,9 @@ engine's next three tokens against the exactly enumerated joint of a target with
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,12 +21,13 @@ from specdec.controllers.fixed import FixedController
 from specdec.decoding.engine import Engine
 from specdec.drafters.base import Drafter
 from specdec.drafters.draft_model import DraftModelDrafter
+from specdec.drafters.eagle_tree import EagleTreeDrafter, JointTree
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.oracle import OracleDrafter
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.measurement.lossless import TIE_TOLERANCE, Outcome, compare_all, exact_logits, first_difference
 from specdec.models.base import LanguageModel
-from specdec.models.loading import LoadedModel
+from specdec.models.loading import LoadedModel, load_model
 from specdec.models.native.transformer import Transformer, TransformerConfig
 from specdec.sampling.distributions import probabilities
 from specdec.sampling.uniforms import Purpose, Uniforms
@@ -33,6 +36,7 @@ from specdec.verifiers.base import Verifier
 from specdec.verifiers.greedy import GreedyVerifier
 from specdec.verifiers.rejection import RejectionVerifier
 from specdec.verifiers.synthetic import SyntheticVerifier
+from specdec.verifiers.tree import GreedyTreeVerifier
 from tests.conftest import make_model
 from tests.fakes import SpoilingController, StoppingController, make_request
 
@@ -72,6 +76,35 @@ def test_greedy_output_equals_plain_decoding(
     traces = engine.generate(REQUESTS)
     assert [trace.token_ids for trace in traces] == [trace.token_ids for trace in plain]
     assert [trace.finish_reason for trace in traces] == [trace.finish_reason for trace in plain]
+
+
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "draft_model", "self", "oracle"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_weights_stored_in_half_the_bytes_lose_nothing_either(
+    tiny_checkpoint: Callable[..., Path], other: LoadedModel, drafter: str, stored: str
+) -> None:
+    """On a CPU they are computed with in float32, so a tie is no excuse. The draft's dtype is its own."""
+    target = load_model(str(tiny_checkpoint("llama")), dtype=stored, implementation="native", device="cpu")
+    plain = Engine(target.model, NoDrafter(), GreedyVerifier(), FixedController(0)).generate(REQUESTS)
+    engine = Engine(target.model, drafters(target, other, plain)[drafter], GreedyVerifier(), FixedController(4))
+    found = engine.generate(REQUESTS)
+    assert [trace.token_ids for trace in found] == [trace.token_ids for trace in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_trees_and_chains_on_the_embedded_model_equal_plain_decoding(stored: str) -> None:
+    target = load_model("smollm2-135m", dtype=stored, device="cpu")
+    prompts = ("def add(a, b):\n    return a + b\n\ndef", "Once upon a time there was a king who")
+    requests = [
+        Request(str(number), tuple(target.tokenizer.encode(text)), SamplingParams(), max_new_tokens=60)
+        for number, text in enumerate(prompts)
+    ]
+    plain = Engine(target.model, NoDrafter(), GreedyTreeVerifier(), FixedController(0)).generate(requests)
+    tree = EagleTreeDrafter("smollm2-135m-eagle", tree=JointTree(top_k=4, depth=4, num_nodes=16))
+    for drafter in (PromptLookupDrafter(), tree):
+        found = Engine(target.model, drafter, GreedyTreeVerifier(), FixedController(4)).generate(requests)
+        assert [trace.token_ids for trace in found] == [trace.token_ids for trace in plain]
 
 
 def test_plain_decoding_equals_transformers(target: LoadedModel, plain: list[Trace]) -> None:

@@ -76,17 +76,15 @@ static reach reach_of(const forward_pass *p, const queries *q, long span) {
     return (reach){first, first, smaller(beyond, q->length)};
 }
 
-/* PANEL keys on their side, [d, PANEL]; those beyond `here` are zeros. Asks for what comes next: the values of these
- * keys, and the keys after them. */
+/* PANEL keys on their side, [d, PANEL]; those beyond `here` are zeros. Asks for their values on the way. */
 static void turn_keys(const float *keys, const float *values, long here, long d, float *block) {
-    for (long i = 0; i < here * d; i += LINE) {
-        __builtin_prefetch(values + i);
-        __builtin_prefetch(keys + 2 * PANEL * d + i);
-    }
     if (here < PANEL) memset(block, 0, d * PANEL * sizeof(float));
     const long whole = here / LANES * LANES, wide = d / LANES * LANES;
     for (long c = 0; c < whole; c += LANES) {
-        for (long i = 0; i < wide; i += LANES) transpose(keys + c * d + i, d, block + i * PANEL + c, PANEL);
+        for (long i = 0; i < wide; i += LANES) {
+            for (long l = 0; l < LANES * LANES; l += LINE) __builtin_prefetch(values + c * d + i * LANES + l);
+            transpose(keys + c * d + i, d, block + i * PANEL + c, PANEL);
+        }
         for (long l = c; l < c + LANES; l++)
             for (long i = wide; i < d; i++) block[i * PANEL + l] = keys[l * d + i];
     }
@@ -129,17 +127,17 @@ static void pack_values(const float *values, long size, long d, long c, float *b
             for (long i = 0; i < PANEL; i++) block[l * PANEL + i] = i < here ? values[l * d + c + i] : 0;
 }
 
-/* mixed [rows, d] = weights [rows, padded] times values [size, d]. */
+/* mixed [rows, d] = weights [rows, padded] times values [size, d]. Asks for as many floats from `next` on. */
 static void mix(const float *weights, long padded, const float *values, long size, long d, long rows, float *mixed,
-                float *block, float *tail) {
+                float *block, float *tail, const float *next) {
     for (long c = 0; c < d; c += PANEL) {
         const int fits = c + PANEL <= d;
         if (fits && rows <= 2 * ROWS) {
-            panel_float32(values + c, d, weights, padded, mixed + c, d, rows, size);
+            panel_float32(values + c, d, weights, padded, mixed + c, d, rows, size, next + c);
             continue;
         }
         pack_values(values, size, d, c, block);
-        panel_float32(block, PANEL, weights, padded, fits ? mixed + c : tail, fits ? d : PANEL, rows, size);
+        panel_float32(block, PANEL, weights, padded, fits ? mixed + c : tail, fits ? d : PANEL, rows, size, next + c * size);
         for (long r = 0; r < rows && !fits; r++) memcpy(mixed + r * d + c, tail + r * PANEL, (d - c) * sizeof(float));
     }
 }
@@ -160,12 +158,12 @@ static void attend(const attention *w, const forward_pass *p, const queries *q, 
     keys += r.begin * d, values += r.begin * d;
     for (long l = 0; l < size; l += PANEL) {
         turn_keys(keys + l * d, values + l * d, smaller(PANEL, size - l), d, block);
-        panel_float32(block, PANEL, scaled, d, scores + l, padded, rows, d);
+        panel_float32(block, PANEL, scaled, d, scores + l, padded, rows, d, keys + (l + 2 * PANEL) * d);
     }
     float *highest = found + rows * d, *totals = highest + rows;
     for (long i = 0; i < rows; i++)
         totals[i] = weigh(p, q, r, q->token + i / group, padded, scores + i * padded, highest + i);
-    mix(scores, padded, values, size, d, rows, found, block, tail);
+    mix(scores, padded, values, size, d, rows, found, block, tail, keys + size * d);
 }
 
 /* What all spans found, each `room` floats, becomes the queries' rows of out [tokens, heads, d]. */
@@ -206,13 +204,13 @@ static int attend_all(const attention *w, const forward_pass *p, const float *qk
         complete = found && scratch;
         for (long first = 0; first < all_queries; first += wave) {
             const long here = smaller(wave, all_queries - first);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, larger(1, here * spans / 16))
             for (long item = 0; item < here * spans; item++) {
-                const queries q = queries_of(w, p, first + item % here, parts, each);
-                const long span = item / here, at = p->slots[q.b] * p->slot_stride + q.head * p->head_stride;
+                const queries q = queries_of(w, p, first + item / spans, parts, each);
+                const long span = item % spans, at = p->slots[q.b] * p->slot_stride + q.head * p->head_stride;
                 if (complete && span < spans_of(q.length))
                     attend(w, p, &q, reach_of(p, &q, span), qkv + q.b * p->tokens * w->qkv.outputs, keys + at,
-                           values + at, found + (item % here * spans + span) * room, scratch);
+                           values + at, found + item * room, scratch);
             }
 #pragma omp for schedule(static)
             for (long i = 0; i < here; i++) {

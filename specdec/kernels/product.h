@@ -32,8 +32,8 @@ enum { LINE = 16 };    /* elements of 4 bytes in a line of the cache */
         }                                                                                                             \
     }
 
-/* The same for any number of rows, in tiles of equal height as nearly as can be. One tile asks for what it will need
- * itself; of several, each asks for its share of the panel that follows this one. */
+/* The same for any number of rows, in tiles of equal height as nearly as can be. Together they ask for as much as they
+ * read, from `next` on. */
 #define PANELS(KIND, WEIGHT, WIDTH)                                                                                   \
     TILE(KIND, WEIGHT, WIDTH, 1)                                                                                      \
     TILE(KIND, WEIGHT, WIDTH, 2)                                                                                      \
@@ -52,9 +52,8 @@ enum { LINE = 16 };    /* elements of 4 bytes in a line of the cache */
                                                 KIND##_6, KIND##_7, KIND##_8, KIND##_9, KIND##_10, KIND##_11,         \
                                                 KIND##_12};                                                           \
     static void panel_##KIND(const WEIGHT *w, long w_stride, const float *x, long x_stride, float *y, long y_stride,  \
-                             long rows, long k) {                                                                     \
+                             long rows, long k, const WEIGHT *next) {                                                 \
         const long parts = (rows + ROWS - 1) / ROWS, pace = (w_stride + parts - 1) / parts;                           \
-        const WEIGHT *next = parts == 1 ? w + AHEAD : w + k * w_stride;                                               \
         for (long left = parts, height; left > 0; left--, rows -= height, next += k * pace) {                         \
             height = (rows + left - 1) / left;                                                                        \
             KIND##_tiles[height](w, w_stride, x, x_stride, y, y_stride, k, next, pace);                               \
@@ -72,12 +71,16 @@ typedef struct {
     long inputs, outputs, narrow;
 } product;
 
+/* One tile asks for what it will need itself; of several, each asks for its share of the panel that follows. */
 static void panel_of(const product *w, long p, const float *x, float *y, long y_stride, long rows) {
-    const long k = w->inputs;
-    if (w->narrow)
-        panel_bfloat16((const uint32_t *)w->packed + p * k * LANES, LANES, x, k, y, y_stride, rows, k);
-    else
-        panel_float32((const float *)w->packed + p * k * PANEL, PANEL, x, k, y, y_stride, rows, k);
+    const long k = w->inputs, width = w->narrow ? LANES : PANEL, ahead = rows <= ROWS ? AHEAD : k * width;
+    if (w->narrow) {
+        const uint32_t *packed = (const uint32_t *)w->packed + p * k * width;
+        panel_bfloat16(packed, width, x, k, y, y_stride, rows, k, packed + ahead);
+    } else {
+        const float *packed = (const float *)w->packed + p * k * width;
+        panel_float32(packed, width, x, k, y, y_stride, rows, k, packed + ahead);
+    }
 }
 
 /* Rows whose x stays in the second-level cache while panels pass by. So many at least that sweeping over the weights
