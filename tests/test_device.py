@@ -130,7 +130,10 @@ def test_every_controller_reads_nothing(
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("name", ["draft_model", "prompt_lookup", "suffix_tree", "tree_cascade"])
+@pytest.mark.parametrize(
+    "name",
+    ["draft_model", pytest.param("prompt_lookup", marks=pytest.mark.slow), "suffix_tree", "tree_cascade"],
+)
 def test_every_rule_decides_on_the_device(
     drafters: dict[str, Callable[[], Drafter]], name: str, verifier: type[Verifier]
 ) -> None:

@@ -71,7 +71,7 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_read(func, args, kwargs):
             return self._answer(func, args, kwargs)
         try:
-            return func(*args, **kwargs)
+            return _computed(func, args, kwargs)
         except NotImplementedError as error:
             if not func._can_decompose():
                 raise ConformanceError(f"{_call_site()} calls {func}, which needs numbers to run: {error}") from error
@@ -87,6 +87,35 @@ class DeviceWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_map(_zeros, (args, kwargs))
         found = func(*args, **kwargs)
         return found if copies else tree_map(_away, found)
+
+
+_made: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+"""Size, stride and dtype of what an operator made of arguments like these. torch finds them out in Python, every time
+anew, which is most of what decoding on its meta device takes.
+"""
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the operator makes of meta tensors."""
+    if func.is_view or func._schema.is_mutable:
+        return func(*args, **kwargs)
+    call = (func, _described(args), _described(tuple(kwargs.items())))
+    if call in _made:
+        size, stride, dtype = _made[call]
+        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    found = func(*args, **kwargs)
+    if isinstance(found, Tensor):
+        _made[call] = (found.size(), found.stride(), found.dtype)
+    return found
+
+
+def _described(value: Any) -> Any:
+    """All that the shape of a result may depend on. With its type: 1 and True are equal, and make different dtypes."""
+    if isinstance(value, Tensor):
+        return value.size(), value.stride(), value.dtype, value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(_described, value))
+    return type(value), value
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

@@ -122,6 +122,7 @@ def process(code: str, overrides: list[str], *path: Path) -> subprocess.Complete
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_while_packages_are_imported(settings: list[str], runs: Path) -> None:
     code = """
 import builtins
@@ -134,6 +135,7 @@ builtins.__import__ = signalling(builtins.__import__, lambda: "hydra" in sys.mod
     assert not finished(runs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_second_one_stops_at_once(
     settings: list[str], runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -131,6 +131,7 @@ def test_a_contradictory_run_is_named(folder, capsys):
     assert "run qa in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_table_from_before_a_column_existed_is_drawn_without_it(tmp_path):
     write_runs(tmp_path)
     report(tmp_path)
